@@ -1,0 +1,65 @@
+// The host side: instantiations, and launches that a CUDA graph may capture. No allocation, no
+// synchronisation, no look at device data; the launch shape comes from capacities alone.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "combine.cuh"
+
+namespace mla {
+
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel, int bytes) {
+  // Once for each kernel and device; the attribute belongs to the device's context.
+  static unsigned long long done = 0;
+  int device = 0;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (device < 64 && done >> device & 1) return cudaSuccess;
+  if (cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
+  if (device < 64) done |= 1ull << device;
+  return cudaSuccess;
+}
+
+template <class Config, int kSplit>
+cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.row_tiles * CombineConfig<Config, kSplit>::kBlocksPerTile, p.batch_size);
+  config.blockDim = dim3(256);
+  config.dynamicSmemBytes = static_cast<size_t>(p.groups) * 16 * sizeof(float);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = shape.dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, combine<Config, kSplit>, p);
+}
+
+template <class Config>
+cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
+  if (cudaError_t e = allow_shared_memory(tree_verify<Config>, Config::kSmemBytes)) return e;
+  tree_verify<Config>
+      <<<dim3(p.row_tiles, p.groups), Config::kThreads, Config::kSmemBytes, stream>>>(p);
+  if (cudaError_t e = cudaGetLastError()) return e;
+  if (!shape.merge) return cudaSuccess;
+  switch (shape.combine_split) {
+    case 8: return launch_combine<Config, 8>(p, shape, stream);
+    case 4: return launch_combine<Config, 4>(p, shape, stream);
+    case 1: return launch_combine<Config, 1>(p, shape, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class Element>
+cudaError_t launch_element(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
+  switch (shape.rows) {
+    case 16: return launch_config<VerifyConfig<Element, 16>>(p, shape, stream);
+    case 32: return launch_config<VerifyConfig<Element, 32>>(p, shape, stream);
+    case 64: return launch_config<VerifyConfig<Element, 64>>(p, shape, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace mla

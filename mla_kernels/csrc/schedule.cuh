@@ -1,0 +1,94 @@
+// How the batch's work is shared out, computed on the device so that a captured launch serves
+// any lengths.
+//
+// The KV tiles of all requests are numbered in one line, request after request. Work group g
+// of G takes tiles [g * total / G, (g + 1) * total / G): equal shares, whatever the lengths.
+// A share that begins or ends inside a request leaves a partial result there, at most two a
+// group: slot 0 for the first request of the share, slot 1 for the last.
+#pragma once
+
+#include "kv_layout.cuh"
+
+namespace mla {
+
+struct Segment {
+  int request;
+  int tile_begin, tile_end;    // among the request's own tiles
+  int request_tiles;
+  bool first;                  // the first request of its group's share
+
+  __device__ __forceinline__ bool whole() const {
+    return tile_begin == 0 && tile_end == request_tiles;
+  }
+};
+
+template <int kTokens>
+struct Schedule {
+  int total;                   // tiles of all requests
+  int groups;
+
+  static __device__ __forceinline__ int tiles_of(const VerifyParams& p, int request) {
+    const int drafts = p.qo_indptr[request + 1] - p.qo_indptr[request];
+    return drafts > 0 ? (p.kv_lens[request] + drafts + kTokens - 1) / kTokens : 0;
+  }
+
+  // Every warp of a block computes the same; no barrier.
+  __device__ __forceinline__ explicit Schedule(const VerifyParams& p)
+      : total(0), groups(p.groups) {
+    for (int base = 0; base < p.batch_size; base += 32) {
+      const int request = base + static_cast<int>(threadIdx.x % 32);
+      total += __reduce_add_sync(0xffffffffu, request < p.batch_size ? tiles_of(p, request) : 0);
+    }
+  }
+
+  __device__ __forceinline__ int begin(int group) const {
+    return static_cast<int>(static_cast<int64_t>(group) * total / groups);
+  }
+
+  // The group whose share has this tile: the largest g with begin(g) <= tile.
+  __device__ __forceinline__ int group_of(int tile) const {
+    return static_cast<int>(((static_cast<int64_t>(tile) + 1) * groups - 1) / total);
+  }
+
+  // The tile at which a request begins.
+  static __device__ __forceinline__ int request_begin(const VerifyParams& p, int request) {
+    int before = 0;
+    for (int base = 0; base < request; base += 32) {
+      const int other = base + static_cast<int>(threadIdx.x % 32);
+      before += __reduce_add_sync(0xffffffffu, other < request ? tiles_of(p, other) : 0);
+    }
+    return before;
+  }
+
+  // The request that has a tile (below total), and the tile's number in it.
+  __device__ __forceinline__ void locate(const VerifyParams& p, int tile, int& request,
+                                         int& tile_in_request) const {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+    for (int base = 0;; base += 32) {
+      const int own = base + lane < p.batch_size ? tiles_of(p, base + lane) : 0;
+      int upto = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, upto, d);
+        if (lane >= d) upto += other;
+      }
+      const unsigned past = __ballot_sync(0xffffffffu, before + upto > tile);
+      if (past) {
+        const int found = __ffs(past) - 1;
+        request = base + found;
+        tile_in_request = tile - before - __shfl_sync(0xffffffffu, upto - own, found);
+        return;
+      }
+      before += __shfl_sync(0xffffffffu, upto, 31);
+    }
+  }
+};
+
+// Where a group's partial result of a row tile lies, in units of one row tile.
+__device__ __forceinline__ int64_t partial_slot(const VerifyParams& p, int group, int row_tile,
+                                                bool first) {
+  return (static_cast<int64_t>(group) * p.row_tiles + row_tile) * 2 + (first ? 0 : 1);
+}
+
+}  // namespace mla

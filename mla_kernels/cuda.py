@@ -1,0 +1,198 @@
+"""The CUDA kernel behind `verify_attention`: its launch plan, and the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from . import build
+from .batch import VerifyBatch
+from .layout import KVLayout
+
+#: Cache rows a tile has, as in tree_verify.cuh.
+TILE_TOKENS = 32
+
+#: Dimensions that the kernel is compiled for (kv_layout.cuh).
+KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchPlan:
+    """How a launch is laid out; a function of capacities and the GPU, never of lengths.
+
+    Args:
+        rows: query rows (draft token, head) a block owns: 16, 32 or 64.
+        row_tiles: blocks needed for the largest request's rows.
+        groups: work groups that the KV tiles of the batch are shared out to, evenly. The grid
+            is ``row_tiles * groups`` blocks.
+        combine_split: warps that share out the partial results of one output fragment.
+    """
+
+    rows: int
+    row_tiles: int
+    groups: int
+    combine_split: int
+
+    @property
+    def partials(self) -> int:
+        """Partial row tiles the workspace holds: at most two a block, none for one group."""
+        return 2 * self.groups * self.row_tiles if self.groups > 1 else 0
+
+    @property
+    def partial_out_bytes(self) -> int:
+        return self.partials * self.rows * KV_LORA_RANK * 2
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace: partial outputs in 16 bits, then their fp32 log-sum-exps."""
+        return self.partial_out_bytes + self.partials * self.rows * 4
+
+
+def plan(
+    num_heads: int,
+    batch_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    sms: int,
+    *,
+    rows: int | None = None,
+    groups: int | None = None,
+) -> LaunchPlan:
+    """Chooses a launch from capacities.
+
+    Tiles have the fewest rows that hold a request's, up to 64: padding costs tensor work, and
+    a second row tile costs another pass over the cache. Then as many work groups as give each
+    multiprocessor one block; where row tiles alone exceed the multiprocessors, the number of
+    waves, up to four, that leaves the fewest of them idle at the end.
+
+    Args:
+        sms: multiprocessors of the GPU.
+        rows, groups: override the choice.
+
+    Raises:
+        ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 512.
+    """
+    most = num_heads * max_q_len
+    if rows is None:
+        rows = next((r for r in build.TILE_ROWS if r >= most), build.TILE_ROWS[-1])
+    elif rows not in build.TILE_ROWS:
+        raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
+    row_tiles = -(-most // rows)
+    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
+    if groups is None:
+        best, groups = 0.0, 1
+        for waves in range(1, 5):
+            candidate = min(waves * sms // row_tiles, tiles, build.MAX_GROUPS)
+            if candidate < 1:
+                continue
+            used = candidate * row_tiles
+            busy = used / (-(-used // sms) * sms)
+            # Another wave costs another prologue: take it for a gain that shows.
+            if busy > best + 0.1:
+                best, groups = busy, candidate
+    elif not 1 <= groups <= build.MAX_GROUPS:
+        raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
+    a_request = groups / batch_size
+    split = 8 if a_request >= 24 else 4 if a_request >= 8 else 1
+    return LaunchPlan(rows, row_tiles, groups, split)
+
+
+@functools.cache
+def _device(index: int) -> tuple[int, str, bool]:
+    """``(multiprocessors, architecture, has programmatic dependent launch)``."""
+    p = torch.cuda.get_device_properties(index)
+    return p.multi_processor_count, f"sm_{p.major}{p.minor}", p.major >= 9
+
+
+def plan_for(batch: VerifyBatch, num_heads: int, device: torch.device, **overrides) -> LaunchPlan:
+    """:func:`plan` for a batch on its GPU."""
+    sms, _, _ = _device(device.index if device.index is not None else torch.cuda.current_device())
+    return plan(num_heads, batch.batch_size, batch.max_q_len, batch.max_kv_len, sms, **overrides)
+
+
+def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
+    """What keeps this kernel from taking these queries, or None."""
+    if q_latent.device.type != "cuda":
+        return f"it runs on a CUDA device, and the tensors are on {q_latent.device}"
+    if q_latent.dtype not in DTYPES:
+        return f"it is compiled for bfloat16 and float16, not {q_latent.dtype}"
+    widths = (q_latent.shape[-1], q_rope.shape[-1])
+    if widths != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
+        return f"it is compiled for rows of 512 + 64, not {widths[0]} + {widths[1]}"
+    if torch.cuda.get_device_capability(q_latent.device) < (8, 0):
+        return "it needs compute capability 8.0 or later"
+    return None
+
+
+def verify_attention_cuda(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    draft_kv: torch.Tensor | None,
+    batch: VerifyBatch,
+    *,
+    layout: KVLayout,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    logit_cap: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    launch: LaunchPlan | None = None,
+) -> None:
+    """Runs the kernel on checked arguments; see :func:`mla_kernels.verify_attention`.
+
+    Args:
+        q_latent: ``[num_tokens, H, 512]``; q_rope: ``[num_tokens, H, 64]``; any token and head
+            strides of whole 16 bytes.
+        rows: ``[slots, 576]``; draft_kv: ``[num_tokens, 576]`` or None.
+        out: ``[num_tokens, H, 512]`` contiguous; lse: ``[num_tokens, H]`` fp32 contiguous.
+        workspace: uint8, at least ``launch.workspace_bytes``, 16-byte aligned; allocated when
+            None. Nothing in it outlives the call.
+        launch: default :func:`plan_for`.
+    """
+    device = q_latent.device
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    _, arch, dependent = _device(index)
+    num_heads = q_latent.shape[1]
+    if launch is None:
+        launch = plan_for(batch, num_heads, device)
+    need = launch.workspace_bytes
+    if workspace is None:
+        workspace = torch.empty(need, dtype=torch.uint8, device=device)
+    elif workspace.numel() < need:
+        raise ValueError(f"workspace must have at least {need:,} bytes; got "
+                         f"{workspace.numel():,}")
+    module = build.load(arch)
+    p = module.VerifyParams()
+    p.q_latent, p.q_rope = q_latent.data_ptr(), q_rope.data_ptr()
+    p.kv_pool = rows.data_ptr()
+    p.draft_kv = draft_kv.data_ptr() if batch.draft_slots is None else 0
+    p.draft_slots = 0 if batch.draft_slots is None else batch.draft_slots.data_ptr()
+    p.qo_indptr, p.kv_indptr = batch.qo_indptr.data_ptr(), batch.kv_indptr.data_ptr()
+    p.kv_indices, p.kv_lens = batch.kv_indices.data_ptr(), batch.kv_lens.data_ptr()
+    p.mask_bits, p.mask_words = batch.mask_bits.data_ptr(), batch.mask_bits.shape[1]
+    p.out, p.lse = out.data_ptr(), lse.data_ptr()
+    p.partial_out = workspace.data_ptr()
+    p.partial_lse = workspace.data_ptr() + launch.partial_out_bytes
+    size = q_latent.element_size()
+    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
+    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
+    p.kv_row_stride = size * rows.stride(0)
+    p.draft_row_stride = 0 if draft_kv is None else size * draft_kv.stride(0)
+    p.num_heads, p.batch_size = num_heads, batch.batch_size
+    p.page_shift = batch.page_size.bit_length() - 1
+    p.latent_offset = size * layout.latent_offset
+    p.groups, p.row_tiles = launch.groups, launch.row_tiles
+    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
+    with torch.cuda.device(index):
+        module.tree_verify(
+            p, rows=launch.rows, half=q_latent.dtype == torch.float16, merge=launch.groups > 1,
+            dependent=dependent, combine_split=launch.combine_split,
+            stream=torch.cuda.current_stream(index).cuda_stream,
+        )
