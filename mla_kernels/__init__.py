@@ -1,14 +1,26 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-``reference``, ``device``, ``build``, ``cuda``, ``triton``, ``attention``, ``evidence``,
-``bench``, ``figures``, ``widgets``.
+``reference``, ``synthetic``, ``device``, ``build``, ``cuda``, ``triton``, ``attention``,
+``check``, ``evidence``, ``bench``, ``figures``, ``widgets``.
 """
 
-from .attention import verify_attention
-from .batch import VerifyBatch
-from .layout import KVLayout
-from .tree import DraftTree
+import importlib
 
-__all__ = ["DraftTree", "KVLayout", "VerifyBatch", "verify_attention"]
 __version__ = "0.1.0"
+
+# Loaded when first asked for: `python -m mla_kernels.build` would otherwise import its own
+# module twice, and a look at a layout need not load a compiler's driver.
+_HOME = {"DraftTree": "tree", "KVLayout": "layout", "VerifyBatch": "batch",
+         "verify_attention": "attention"}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

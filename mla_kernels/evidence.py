@@ -25,6 +25,7 @@ import datetime
 import importlib.util
 import json
 import platform
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -188,16 +189,17 @@ class Finding:
     def __str__(self) -> str:
         head = "recorded" if self.recorded else "asked now"
         lines = [
-            f"{self.engine} {self.version}: {self.order}   ({head}, {self.date})",
-            f"  writer  {self.writer}",
-            f"  reader  {self.reader}",
-            f"  buffer  {self.buffer}, on {self.device}",
-            f"  how     {self.how}",
-            "  with    " + ", ".join(f"{k} {v}" for k, v in self.versions.items()),
+            ("writer", self.writer),
+            ("reader", self.reader),
+            ("buffer", f"{self.buffer}, on {self.device}"),
+            ("how", self.how),
+            ("with", ", ".join(f"{k} {v}" for k, v in self.versions.items())),
+            ("note", self.note),
         ]
-        if self.note:
-            lines.append(f"  note    {self.note}")
-        return "\n".join(lines)
+        text = [textwrap.fill(value, 88, initial_indent=f"  {name:8}", subsequent_indent=" " * 10)
+                for name, value in lines if value]
+        return "\n".join([f"{self.engine} {self.version}: {self.order}   ({head}, {self.date})",
+                          *text])
 
 
 def sglang_pool_order(device: torch.device | str | None = None) -> Finding:
@@ -248,7 +250,7 @@ def sglang_pool_order(device: torch.device | str | None = None) -> Finding:
         date=datetime.date.today().isoformat(),
         how="rows with one part marked, given to the engine's own writer ("
             + ("a GPU kernel" if device.type == "cuda" else "the torch-native one for CPUs")
-            + "); a row of 576 distinct values, read back as its value",
+            + "); the value read from a row of 576 distinct numbers",
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
 

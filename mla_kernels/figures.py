@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, PowerNorm, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 from .batch import VerifyBatch
 from .layout import KVLayout
@@ -32,8 +32,8 @@ from .tree import DraftTree
 
 # -- style --------------------------------------------------------------------------------
 
-#: Inches and dots per inch: 1,118 pixels, which a notebook shows scaled down to its column.
-WIDTH, DPI = 8.6, 130
+#: Inches and dots per inch: 1,032 pixels, which a notebook shows scaled down to its column.
+WIDTH, DPI = 8.6, 120
 
 #: Colours with a meaning, from Okabe and Ito's palette for all kinds of colour vision.
 COLOR = {
@@ -49,7 +49,7 @@ COLOR = {
 }
 
 #: Colours of series without a meaning of their own, in this order.
-SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#7a5c00", "#1f2328")
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#646c76", "#7a5c00", "#56B4E9")
 
 #: One marker a series, so that lines stay apart in grey print too.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -208,7 +208,7 @@ def cache_bars(sizes: Mapping[str, float], *, title: str = "", note: str = "") -
     """Bytes in the cache for one token, a bar each, with how many times the smallest it is."""
     figure, ax = _new_figure(0.55 + 0.42 * len(sizes) + (0.3 if note else 0))
     smallest = min(sizes.values())
-    for y, (name, size) in enumerate(sizes.items()):
+    for y, size in enumerate(sizes.values()):
         least = size == smallest
         ax.barh(y, size, height=0.62, color=COLOR["latent"] if least else COLOR["faint"])
         times = "" if least else f"   {size / smallest:.3g}×"
@@ -262,7 +262,7 @@ def row_ruler(layouts: Sequence[KVLayout], names: Sequence[str] | None = None) -
         ax.text(0, y + 0.86, name, fontweight="bold", fontsize=10.5, ha="left", va="bottom")
         kind = "" if layout.dtype is None else str(layout.dtype).removeprefix("torch.")
         unit = "above: elements" + (f"   below: bytes ({kind})" if kind else "")
-        ax.text(widest, y + 0.86, unit, fontsize=8.5, ha="right", va="bottom",
+        ax.text(widest, y + 0.86, "" if i else unit, fontsize=8.5, ha="right", va="bottom",
                 color=COLOR["muted"])
     ax.set_xlim(-0.03 * widest, 1.03 * widest)
     ax.set_ylim(-(len(layouts) - 1) * step - 0.35, 1.15)
@@ -330,9 +330,10 @@ def agreement(
         right.set_xscale("log")
         right.axvline(epsilon, color=COLOR["wrong"], linewidth=1.5)
         right.annotate(f"spacing of float64\nat 1: {epsilon:.2g}",
-                       (epsilon, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
-                       textcoords="offset points", ha="right", va="top", fontsize=9,
+                       (epsilon, 0.97), xycoords=("data", "axes fraction"), xytext=(6, 0),
+                       textcoords="offset points", ha="left", va="top", fontsize=9,
                        color=COLOR["wrong"])
+        right.set_xlim(10**low, 10 ** (high + 0.4))
     right.set(xlabel="absolute difference", ylabel="output values", title="How far apart")
     if exact:
         right.annotate(f"{exact} more are equal to the last bit", (0, 1.0),
@@ -390,6 +391,8 @@ def misreadings(outputs: Mapping[str, torch.Tensor], errors: Mapping[str, float]
     right.tick_params(axis="y", length=0)
     left.set(xlim=(-limit, limit * 1.25), ylim=(-0.05, len(outputs)), xlabel="output value",
              title="Distribution of the outputs (dotted: the right one)")
+    ticks = left.get_xticks()
+    left.set_xticks(ticks[np.abs(ticks) <= limit])
     right.set(xlim=(0, max(1.8, 1.2 * max(errors.values()))), title="Relative error",
               xlabel="‖output − right‖ / ‖right‖")
     right.axvline(1, color=COLOR["muted"], linewidth=0.8, linestyle=(0, (2, 2)))
@@ -516,18 +519,18 @@ def _node_size(tree: DraftTree, width: float) -> tuple[float, bool]:
 
 
 @_styled
-def tree(tree: DraftTree, *, title: str = "", path: Sequence[int] = ()) -> Figure:
+def tree(one: DraftTree, *, title: str = "", path: Sequence[int] = ()) -> Figure:
     """A draft tree, its root on top.
 
     Args:
         path: nodes to mark, with the edges between them.
     """
-    figure, ax = _new_figure(max(1.6, 0.55 * tree.depth + 1.2))
-    size, numbers = _node_size(tree, 7)
-    dots = _draw_tree(ax, tree, size=size, numbers=numbers, path=path)
+    figure, ax = _new_figure(max(1.6, 0.55 * one.depth + 1.2))
+    size, numbers = _node_size(one, 7)
+    dots = _draw_tree(ax, one, size=size, numbers=numbers, path=path)
     ax.set_ylabel("depth")
     ax.set_title(title)
-    if tree.log_probs is not None:
+    if one.log_probs is not None:
         _probability_bar(figure, dots, ax)
     return figure
 
@@ -656,15 +659,17 @@ def acceptance_curves(
         limit: a length that no tree can exceed, drawn as a line.
     """
     figure, ax = _new_figure(3.6)
-    for (name, line), color, marker in zip(lengths.items(), SERIES, MARKERS, strict=False):
-        ax.plot(nodes, line, color=color, marker=marker, label=name)
+    # The first line lies on top where lines coincide.
+    for i, (name, line) in enumerate(lengths.items()):
+        ax.plot(nodes, line, color=SERIES[i % len(SERIES)], marker=MARKERS[i % len(MARKERS)],
+                label=name, zorder=4 - 0.1 * i)
     ax.set_xscale("log", base=2)
     ax.set_xticks(nodes, [str(n) for n in nodes])
     ax.minorticks_off()
     top = max(max(line) for line in lengths.values())
     if limit is not None:
         ax.axhline(limit, color=COLOR["muted"], linewidth=0.8, linestyle=(0, (2, 2)))
-        ax.annotate(f"block of {limit:g}: no step yields more", (nodes[0], limit), xytext=(0, 3),
+        ax.annotate(f"block of {limit:g}: no step yields more", (nodes[0], limit), xytext=(8, 4),
                     textcoords="offset points", fontsize=9, color=COLOR["muted"])
         top = max(top, limit)
     ax.set(xlabel="nodes in the tree, the root included", ylabel="expected tokens a step",
@@ -728,7 +733,7 @@ def batch_strips(batch: VerifyBatch, pool_slots: int, *, per_line: int = 24) -> 
         arrays.append(("draft_slots", [str(n) for n in batch.draft_slots.tolist()[: qo[-1]]],
                        [color[b] for b in tokens]))
     if batch.mask_bits.shape[1] == 1:
-        arrays.append(("mask_bits", [f"{word & 0xffffffff:x}" for (word,) in
+        arrays.append(("mask_bits (hex)", [f"{word & 0xffffffff:x}" for (word,) in
                                      batch.mask_bits.tolist()[: qo[-1]]],
                        [color[b] for b in tokens]))
     longest = max(per_line + 0.3 * (per_line / size - 1), *(len(a[1]) for a in arrays))
@@ -745,13 +750,16 @@ def batch_strips(batch: VerifyBatch, pool_slots: int, *, per_line: int = 24) -> 
                    hatches=["////" if draft else None])
         name = "pool" if line == 0 else ""
         ax.text(left, y + 0.4, name, va="center", ha="left", fontweight="bold")
-        ax.text(-0.25, y + 0.4, f"slot {line * per_line}", va="center", ha="right", fontsize=8,
+        first = f"page {line * per_line // size}" if size > 1 else f"slot {line * per_line}"
+        ax.text(-0.25, y + 0.4, first, va="center", ha="right", fontsize=8.5,
                 color=COLOR["muted"])
         y -= 1.15
     y -= 0.25
     ax.text(left, y + 0.55, "arrays", va="center", ha="left", fontweight="bold")
     for b in range(batch.batch_size):
         _boxes(ax, y + 0.12, [f"request {b}"], [color[b]], x=b * 3.6, width=3.4)
+    ax.text(batch.batch_size * 3.6 + 0.2, y + 0.52, "pool: position in the request's sequence; "
+            "hatched: draft token", va="center", ha="left", fontsize=8.5, color=COLOR["muted"])
     for name, texts, colors in arrays:
         y -= 1.0
         ax.text(-0.25, y + 0.4, name, va="center", ha="right", fontsize=9,

@@ -13,9 +13,10 @@ import heapq
 import numpy as np
 import torch
 
+from .batch import VerifyBatch
 from .layout import KVLayout
 from .reference import MLAWeights, attend, relative_error
-from .tree import DraftTree
+from .tree import DraftTree, chain, ddtree, eagle, kary
 
 # -- attention ----------------------------------------------------------------------------
 
@@ -48,8 +49,8 @@ def attention_inputs(
         sharpness: standard deviation of the logits of one query. At 0 every token gets the
             same weight; at 5 a few tokens get nearly all of it.
         channel_mean: standard deviation, over the latent's channels, of a mean that all
-            tokens share, next to the standard deviation 1 of the tokens around it. Real
-            latents have such means; attention cannot average them away.
+            tokens share, next to the standard deviation 1 of the tokens around it. Attention
+            averages over tokens, so this part stays in every output.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -102,6 +103,12 @@ def misreadings(
                for name, (scores, value) in MISREADINGS.items()}
     errors = {name: relative_error(out, outputs["right"]) for name, out in outputs.items()}
     return outputs, errors
+
+
+def suspect(inputs: AttentionInputs, layout: KVLayout = KVLayout.LATENT_FIRST) -> torch.Tensor:
+    """The output of a kernel with one of the three faults of :data:`MISREADINGS`, for the
+    exercise of notebook 01. Reading on spoils it."""
+    return misread(inputs, layout, scores=True, value=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +190,60 @@ def with_log_probs(tree: DraftTree, log_marginals: np.ndarray) -> DraftTree:
             known = depth < positions and rank < candidates
             log_probs[kid] = log_probs[node] + (ranked[depth, rank] if known else -np.inf)
     return DraftTree(tree.parents, tree.tokens, log_probs)
+
+
+FAMILIES = ("chain", "k-ary", "EAGLE", "DDTree")
+
+
+def family_tree(
+    family: str, num_nodes: int, log_marginals: np.ndarray, *, branching: int = 2
+) -> DraftTree:
+    """A tree of one of :data:`FAMILIES` with the path probabilities of ``log_marginals``.
+
+    Args:
+        num_nodes: nodes wanted, the root included. Fewer come back where the family cannot
+            make that many: a tree is no deeper than the drafter's block, and EAGLE makes
+            ``branching`` + ``branching``² × (steps - 1) candidates.
+        branching: children a node, for k-ary; ``topk``, for EAGLE.
+    """
+    positions = len(log_marginals)
+    if family == "chain":
+        shape = chain(min(num_nodes, positions + 1))
+    elif family == "k-ary":
+        shape = kary([branching] * positions, num_nodes)
+    elif family == "EAGLE":
+        ranked = -np.sort(-np.asarray(log_marginals), axis=1)
+        return eagle(positions, branching, num_nodes,
+                     lambda path: ranked[len(path), :branching])
+    elif family == "DDTree":
+        return ddtree(log_marginals, num_nodes - 1)
+    else:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}; got {family!r}")
+    return with_log_probs(shape, log_marginals)
+
+
+def small_batch(
+    drafts: list[DraftTree], prefix_lens: list[int], *, page_size: int, seed: int = 0
+) -> tuple[VerifyBatch, int]:
+    """A batch small enough to draw, its pages handed out in random order from a pool whose
+    page 0 stays free (engines send padded tokens there). Draft tokens follow their prefix and
+    share its last page where there is room.
+
+    Returns:
+        The batch, and the slots of the pool.
+    """
+    totals = [n + len(draft) for n, draft in zip(prefix_lens, drafts, strict=True)]
+    counts = [-(-total // page_size) for total in totals]
+    free = 1 + np.random.default_rng(seed).permutation(sum(counts))
+    pages, slots = [], []
+    for count, begin, end in zip(counts, prefix_lens, totals, strict=True):
+        own, free = free[:count], free[count:]
+        position = np.arange(begin, end)
+        pages.append(own)
+        slots.append(own[position // page_size] * page_size + position % page_size)
+    batch = VerifyBatch.from_requests(drafts, prefix_lens, pages, page_size=page_size,
+                                      draft_slots=slots)
+    return batch, (sum(counts) + 1) * page_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from .batch import VerifyBatch
 from .layout import KVLayout
@@ -79,6 +80,17 @@ def _jit(fn: Any) -> Any:
 # the ones that the interpreter recognises and hands to NumPy.
 _add = tl.standard._sum_combine
 _larger = tl.standard._elementwise_max
+_smaller = tl.standard._elementwise_min
+
+
+if INTERPRETED:
+    def _bound(x: Any) -> int:
+        """A loop bound as a number. Triton 3.6 converts it in a way that NumPy 2.4 refuses."""
+        return x if isinstance(x, int) else int(x.handle.data.item())
+else:
+    @_jit
+    def _bound(x):
+        return x
 
 
 # -- what both kernels share ---------------------------------------------------------------
@@ -149,9 +161,9 @@ def _assign(worker, qo_indptr, kv_lens, batch_size, workers,
     """Which run of which request is ``worker``'s.
 
     All tiles of all requests are cut into runs of at most ``chunk`` tiles, none of which spans
-    two requests; ``chunk`` is the smallest for which the runs suffice for ``workers`` workers.
-    Every program works this out anew from the batch's lengths, which costs less than a kernel
-    that does it once.
+    two requests; ``chunk`` is (nearly) the smallest with which there are no more runs than
+    workers. Every program works this out anew from the batch's lengths, which costs less than
+    a kernel that does it once.
 
     Returns ``request``, ``part`` (the run's place in the request), ``parts`` (runs the request
     has; 0: nothing to do for this worker), ``chunk``.
@@ -171,21 +183,19 @@ def _assign(worker, qo_indptr, kv_lens, batch_size, workers,
     spare = tl.maximum(workers - batch_size, 1)
     high = tl.minimum(tl.reduce(tiles, 0, _larger), (total + spare - 1) // spare)
     high = tl.maximum(high, low)
-    # An even batch is settled by the first look.
-    enough = tl.reduce((tiles + low - 1) // low, 0, _add) <= workers
-    high = tl.where(enough, low, high)
-    while low < high:
-        chunk = (low + high) // 2
-        enough = tl.reduce((tiles + chunk - 1) // chunk, 0, _add) <= workers
-        high = tl.where(enough, chunk, high)
-        low = tl.where(enough, low, chunk + 1)
-    runs = (tiles + low - 1) // low
+    # Sixteen candidates between the bounds, both included, and the first that suffices. (A
+    # bisection would find the very smallest. But Triton 3.8 forgets the alignment of pointers
+    # in a kernel with another loop before, and then loads the cache two bytes at a time.)
+    candidates = low + ((high - low) * tl.arange(0, 16) + 14) // 15
+    needed = tl.reduce((tiles[None, :] + candidates[:, None] - 1) // candidates[:, None], 1, _add)
+    chunk = tl.reduce(tl.where(needed <= workers, candidates, high), 0, _smaller)
+    runs = (tiles + chunk - 1) // chunk
     ends = tl.associative_scan(runs, 0, _add)
     before = ends <= worker
     request = tl.reduce(before.to(tl.int32), 0, _add)
     first = tl.reduce(tl.where(before, ends, 0), 0, _larger)
     parts = tl.reduce(tl.where(b == request, runs, 0), 0, _add)
-    return request, worker - first, parts, low
+    return request, worker - first, parts, chunk
 
 
 @_jit
@@ -248,7 +258,8 @@ def _split_kernel(
     l = tl.full((BLOCK_M,), 0.0, tl.float32)
     acc = tl.full((BLOCK_M, R), 0.0, tl.float32)
 
-    for tile in tl.range(tile_begin, tl.minimum(tile_end, prefix_tiles), num_stages=STAGES):
+    for tile in tl.range(_bound(tile_begin), _bound(tl.minimum(tile_end, prefix_tiles)),
+                         num_stages=STAGES):
         n = tile * BLOCK_N + n_in_tile
         ok = n < kv_len
         row = rows + _prefix_slots(kv_indices, first_page, n, ok, PAGE_SIZE) * rows_stride
@@ -259,7 +270,8 @@ def _split_kernel(
         acc = tl.dot(p.to(kv.dtype), kv, acc * shrink[:, None], input_precision="ieee")
 
     # The drafts are few; two stages keep their loop within the shared memory of the first one.
-    for tile in tl.range(tl.maximum(tile_begin, prefix_tiles), tile_end, num_stages=2):
+    for tile in tl.range(_bound(tl.maximum(tile_begin, prefix_tiles)), _bound(tile_end),
+                         num_stages=2):
         j = (tile - prefix_tiles) * BLOCK_N + n_in_tile
         visible, ok = _draft_visibility(mask_bits, mask_words, token, row_ok, j, q_len)
         if draft_kv is None:
@@ -313,7 +325,7 @@ def _combine_kernel(
     m = float("-inf")
     l = 0.0
     acc = tl.full((BLOCK_D,), 0.0, tl.float32)
-    for s0 in tl.range(0, parts, BLOCK_S):
+    for s0 in tl.range(0, _bound(parts), BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         ok = s < parts
         at = (first + s).to(tl.int64) * padded_rows + r
@@ -372,7 +384,7 @@ def _serial_kernel(
 
     # Keys [R, N] and values [N, R] are loaded apart although they are the same numbers, as a
     # kernel must that takes K and V as two tensors.
-    for tile in tl.range(0, (kv_len + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
+    for tile in tl.range(0, _bound((kv_len + BLOCK_N - 1) // BLOCK_N), num_stages=STAGES):
         n = tile * BLOCK_N + n_in_tile
         ok = n < kv_len
         row = rows + _prefix_slots(kv_indices, first_page, n, ok, PAGE_SIZE) * rows_stride
@@ -383,7 +395,7 @@ def _serial_kernel(
         v = tl.load(row[:, None] + LATENT_OFFSET + d[None, :], mask=ok[:, None], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
-    for tile in tl.range(0, (q_len + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
+    for tile in tl.range(0, _bound((q_len + BLOCK_N - 1) // BLOCK_N), num_stages=STAGES):
         j = tile * BLOCK_N + n_in_tile
         visible, ok = _draft_visibility(mask_bits, mask_words, token, row_ok, j, q_len)
         if draft_kv is None:
@@ -477,13 +489,17 @@ class SplitConfig:
 
     def shared_memory(self, layout: KVLayout = KVLayout.LATENT_FIRST, itemsize: int = 2) -> int:
         """Bytes of shared memory that the compiled kernel needs, as found by compiling many
-        configurations with mma.sync (everything below 64 rows, and all on sm_120); wgmma,
+        configurations with mma.sync (all on sm_120, those below 64 rows on sm_90); wgmma,
         which Triton uses on sm_90 from 64 rows, takes up to 16 KB more."""
-        rows = self.block_m + self.buffers * self.block_n
-        # Beside queries and cache rows: the weights on their way from one warp to all others,
+        row = layout.row_dim * itemsize
+        tile = self.block_m * self.block_n
+        # Beside queries and cache rows: the weights, on their way from one warp to all others,
         # and each buffer's slots in the two thread layouts of latent and rope.
-        return (rows * layout.row_dim * itemsize + self.block_m * self.block_n * itemsize
-                + 2 * self.buffers * self.block_n * 4)
+        prefix = ((self.block_m + self.buffers * self.block_n) * row + tile * itemsize
+                  + 2 * self.buffers * self.block_n * 4)
+        # The loop over the drafts has one buffer and a mask word for each row and token.
+        drafts = (self.block_m + self.block_n) * row + tile * 4
+        return max(prefix, drafts)
 
 
 Config = SerialConfig | SplitConfig
@@ -531,13 +547,12 @@ def split_candidates(
 
 
 def default_split_config(
-    rows: int, *, shared_memory: int = SM120_SHARED_MEMORY,
-    layout: KVLayout = KVLayout.LATENT_FIRST, itemsize: int = 2,
+    shared_memory: int = SM120_SHARED_MEMORY, layout: KVLayout = KVLayout.LATENT_FIRST,
+    itemsize: int = 2,
 ) -> SplitConfig:
     """The configuration to use when none is given.
 
     Args:
-        rows: rows of the largest request, ``max_q_len * H``.
         shared_memory: bytes that a block may have.
         itemsize: bytes of one element of the queries and the cache.
 
@@ -557,3 +572,353 @@ def default_split_config(
         f"shared_memory: {shared_memory} bytes hold no 16 rows and one tile of 16 tokens of "
         f"{layout.row_dim} * {itemsize} bytes, which need {need}"
     )
+
+
+# -- launching -----------------------------------------------------------------------------
+
+
+def split_workers(
+    batch_size: int, max_q_len: int, max_kv_len: int, num_heads: int, config: SplitConfig,
+    num_sms: int,
+) -> int:
+    """Programs among which the split kernel deals out the batch's tiles, for each row block.
+    A function of capacities alone, so that a captured graph stays right when lengths change.
+
+    Returns:
+        ``batch_size`` when there are so many requests and row blocks that splitting is not
+        needed, and then nothing is merged; more otherwise.
+    """
+    if config.workers is not None:
+        if config.workers < batch_size:
+            raise ValueError(f"workers must be at least the batch size, {batch_size}; got "
+                             f"{config.workers}")
+        return config.workers
+    row_blocks = -(-max_q_len * num_heads // config.block_m)
+    seats = num_sms * config.programs_per_sm
+    # A run of fewer than two tiles is mostly start-up and merging.
+    tiles = -(-max_kv_len // config.block_n) + -(-max_q_len // config.block_n)
+    most = max(batch_size, batch_size * (tiles // 2))
+    for waves in range(1, 5):
+        workers = waves * seats // row_blocks
+        # The largest number that fills the seats; more waves if whole requests or whole row
+        # blocks would leave too many of them empty.
+        if workers >= batch_size and workers * row_blocks >= 0.8 * waves * seats:
+            return min(workers, most)
+    return min(max(batch_size, seats // row_blocks), most)
+
+
+def split_workspace_bytes(
+    batch_size: int, max_q_len: int, max_kv_len: int, num_heads: int, *,
+    config: SplitConfig, num_sms: int, layout: KVLayout = KVLayout.LATENT_FIRST,
+    itemsize: int = 2,
+) -> int:
+    """Bytes of workspace for a batch of these capacities; 0 when nothing is split.
+
+    Args:
+        max_q_len, max_kv_len: largest draft and prefix, in tokens.
+        itemsize: bytes of one element of the queries; counts only with
+            ``partial_dtype="input"``.
+    """
+    workers = split_workers(batch_size, max_q_len, max_kv_len, num_heads, config, num_sms)
+    if workers == batch_size:
+        return 0
+    rows = -(-max_q_len * num_heads // config.block_m) * config.block_m
+    size = 4 if config.partial_dtype == "fp32" else itemsize
+    return (_aligned(batch_size * 8) + _aligned(workers * rows * 4)
+            + workers * rows * layout.kv_lora_rank * size)
+
+
+def workspace_bytes(
+    batch: VerifyBatch, num_heads: int, *, layout: KVLayout = KVLayout.LATENT_FIRST,
+    dtype: torch.dtype = torch.bfloat16, kernel: str = "split", config: Config | None = None,
+) -> int:
+    """Bytes of workspace that :func:`verify_attention_triton` needs for ``batch`` on its
+    device with the same ``kernel`` and ``config``."""
+    if kernel == "serial":
+        return 0
+    config = config or device_config("split", batch.device, layout, dtype)
+    return split_workspace_bytes(
+        batch.batch_size, batch.max_q_len, batch.max_kv_len, num_heads, config=config,
+        num_sms=_num_sms(batch.device), layout=layout, itemsize=dtype.itemsize)
+
+
+def device_config(
+    kernel: str, device: torch.device | str, layout: KVLayout = KVLayout.LATENT_FIRST,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Config:
+    """The default configuration of ``kernel`` on ``device``; on a CPU, sm_120's."""
+    if torch.device(device).type != "cuda":
+        if kernel == "serial":
+            return default_serial_config()
+        return default_split_config(layout=layout, itemsize=dtype.itemsize)
+    properties = torch.cuda.get_device_properties(device)
+    if kernel == "serial":
+        return default_serial_config(properties.major * 10 + properties.minor)
+    limit = getattr(properties, "shared_memory_per_block_optin", SM120_SHARED_MEMORY)
+    return default_split_config(limit, layout, dtype.itemsize)
+
+
+def verify_attention_triton(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    draft_kv: torch.Tensor | None,
+    batch: VerifyBatch,
+    *,
+    layout: KVLayout,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    logit_cap: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kernel: Literal["split", "serial"] = "split",
+    workspace: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """Tree-verify attention in Triton, written to ``out`` and ``lse``.
+
+    For callers that have checked their arguments, above all
+    :func:`mla_kernels.verify_attention`; here only what these kernels cannot do is refused.
+    Safe to capture in a CUDA graph once it has run with the same shapes (the first run
+    compiles), if a workspace is given.
+
+    Args:
+        q_latent, q_rope: ``[num_tokens, H, kv_lora_rank]`` and ``[num_tokens, H,
+            qk_rope_head_dim]``, any token and head stride, last stride 1; bf16 or fp16 on a
+            GPU, fp16 or fp32 in the interpreter.
+        rows: ``[slots, row_dim]`` as :func:`mla_kernels.layout.pool_rows` gives them, any row
+            stride, dtype of the queries. Slots that the batch does not name are never read.
+        draft_kv: ``[num_tokens, row_dim]``, last stride 1, or None: then
+            ``batch.draft_slots``.
+        sm_scale, k_scale: multiply the logits. v_scale: multiplies ``out``.
+        logit_cap: 0, or ``c`` in ``c * tanh(logit / c)``.
+        out: ``[num_tokens, H, kv_lora_rank]`` contiguous, in a floating type.
+        lse: ``[num_tokens, H]`` contiguous fp32, natural log. Tokens of no request
+            (``qo_indptr[-1]`` and beyond) are left as they were in both.
+        kernel: ``"split"`` or ``"serial"``.
+        workspace: contiguous, on the same device, 16-byte aligned, of
+            :func:`workspace_bytes` bytes or more, any dtype; needs no initialisation and may
+            be used again by the next call on the same stream. None allocates one.
+        config: a :class:`SplitConfig` or :class:`SerialConfig`; None takes
+            :func:`device_config`'s.
+
+    Raises:
+        ValueError: widths that are no powers of two, a dtype that the kernels (or, for bf16,
+            the interpreter) cannot handle, an unknown kernel, or a workspace that is too
+            small.
+        TypeError: a ``config`` of the other kernel.
+        RuntimeError: CPU tensors for compiled kernels.
+    """
+    R, D = layout.kv_lora_rank, layout.qk_rope_head_dim
+    for name, width in (("kv_lora_rank", R), ("qk_rope_head_dim", D)):
+        # 16 is the least depth of a matrix product in Triton.
+        if width < 16 or width & (width - 1):
+            raise ValueError(f"{name} must be a power of two, at least 16, for Triton's blocks; "
+                             f"got {width}")
+    _check_dtypes(q_latent, rows)
+    kinds = {"split": SplitConfig, "serial": SerialConfig}
+    if kernel not in kinds:
+        raise ValueError(f"kernel must be split or serial; got {kernel!r}")
+    if config is None:
+        config = device_config(kernel, q_latent.device, layout, q_latent.dtype)
+    elif not isinstance(config, kinds[kernel]):
+        raise TypeError(f"config must be a {kinds[kernel].__name__} for kernel {kernel!r}; got "
+                        f"{type(config).__name__}")
+    num_heads = q_latent.shape[1]
+    if q_latent.shape[0] == 0 or num_heads == 0:
+        return
+    scale, cap = _scale_and_cap(sm_scale * k_scale, logit_cap)
+    common = {
+        "q_latent": q_latent, "q_rope": q_rope, "rows": rows, "draft_kv": draft_kv,
+        "qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr,
+        "kv_indices": batch.kv_indices, "kv_lens": batch.kv_lens, "mask_bits": batch.mask_bits,
+        "draft_slots": batch.draft_slots, "out": out, "lse": lse,
+        "q_latent_stride_t": q_latent.stride(0), "q_latent_stride_h": q_latent.stride(1),
+        "q_rope_stride_t": q_rope.stride(0), "q_rope_stride_h": q_rope.stride(1),
+        "rows_stride": rows.stride(0),
+        "draft_stride": 0 if draft_kv is None else draft_kv.stride(0),
+        "mask_words": batch.mask_bits.shape[1],
+        "scale": scale, "cap": cap, "v_scale": float(v_scale),
+        "H": num_heads, "R": R, "D": D, "LATENT_OFFSET": layout.latent_offset,
+        "ROPE_OFFSET": layout.rope_offset, "PAGE_SIZE": batch.page_size,
+        "HAS_CAP": logit_cap != 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }
+    device = torch.cuda.device(q_latent.device) if q_latent.is_cuda else contextlib.nullcontext()
+    with device:
+        if kernel == "serial":
+            blocks = -(-batch.max_q_len // config.block_m)
+            _serial_kernel[(batch.batch_size, num_heads, blocks)](**common)
+        else:
+            _launch_split(common, batch, num_heads, config, layout, workspace)
+
+
+def _launch_split(
+    common: dict[str, Any], batch: VerifyBatch, num_heads: int, config: SplitConfig,
+    layout: KVLayout, workspace: torch.Tensor | None,
+) -> None:
+    q, out, lse = common["q_latent"], common["out"], common["lse"]
+    R = layout.kv_lora_rank
+    workers = split_workers(batch.batch_size, batch.max_q_len, batch.max_kv_len, num_heads,
+                            config, _num_sms(q.device))
+    split = workers > batch.batch_size
+    row_blocks = -(-batch.max_q_len * num_heads // config.block_m)
+    padded_rows = row_blocks * config.block_m
+    runs_of = part_out = part_lse = None
+    if split:
+        dtype = torch.float32 if config.partial_dtype == "fp32" else q.dtype
+        sizes = (_aligned(batch.batch_size * 8), _aligned(workers * padded_rows * 4),
+                 workers * padded_rows * R * dtype.itemsize)
+        if workspace is None:
+            workspace = torch.empty(sum(sizes), dtype=torch.uint8, device=q.device)
+        runs_of, part_lse, part_out = (
+            part.view(kind) for part, kind in
+            zip(_workspace_parts(workspace, sizes), (torch.int32, torch.float32, dtype),
+                strict=True))
+    _split_kernel[(row_blocks, workers)](
+        **common, runs_of=runs_of, part_out=part_out, part_lse=part_lse,
+        batch_size=batch.batch_size, workers=workers, SPLIT=split,
+        BLOCK_B=max(16, triton.next_power_of_2(batch.batch_size)))
+    if split:
+        width = min(R, 128)
+        _combine_kernel[(batch.max_q_len * num_heads, R // width, batch.batch_size)](
+            qo_indptr=batch.qo_indptr, runs_of=runs_of, part_out=part_out, part_lse=part_lse,
+            out=out, lse=lse, padded_rows=padded_rows, H=num_heads, R=R, BLOCK_S=16,
+            BLOCK_D=width, num_warps=4)
+
+
+def _workspace_parts(workspace: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Consecutive byte ranges of ``workspace``; all but the last of ``sizes`` are aligned."""
+    if not workspace.is_contiguous() or workspace.data_ptr() % 16:
+        raise ValueError("workspace must be contiguous and begin at a multiple of 16 bytes")
+    flat = workspace.view(-1).view(torch.uint8)
+    if flat.numel() < sum(sizes):
+        raise ValueError(f"workspace must have at least {sum(sizes)} bytes (workspace_bytes() "
+                         f"says how many); got {flat.numel()}")
+    return list(flat[:sum(sizes)].split(list(sizes)))
+
+
+def _check_dtypes(q: torch.Tensor, rows: torch.Tensor) -> None:
+    if rows.dtype != q.dtype:
+        raise ValueError(f"rows must have the queries' dtype {q.dtype}; got {rows.dtype}")
+    if INTERPRETED:
+        if q.dtype == torch.bfloat16:
+            raise ValueError(
+                "q is bfloat16, and Triton's interpreter multiplies bfloat16 matrices wrongly "
+                "(it takes their bits for integers): use float16 or float32 without a GPU"
+            )
+        known = (torch.float16, torch.float32)
+    else:
+        if not q.is_cuda:
+            raise RuntimeError(
+                f"q is on {q.device}, but these kernels were compiled for a GPU when the module "
+                "was imported: move the tensors there, or start Python with TRITON_INTERPRET=1"
+            )
+        known = (torch.bfloat16, torch.float16)
+    if q.dtype not in known:
+        where = "in Triton's interpreter" if INTERPRETED else "on a GPU"
+        names = " or ".join(str(d).removeprefix("torch.") for d in known)
+        raise ValueError(f"q must be {names} {where}; got {q.dtype}")
+
+
+def _scale_and_cap(scale: float, logit_cap: float) -> tuple[float, float]:
+    """``scale`` and ``cap`` of :func:`_base2_scores`. Without a cap, the logits' scale takes
+    in log2(e); with one it makes tanh's argument, and the cap takes in log2(e)."""
+    if logit_cap:
+        return float(scale / logit_cap), float(logit_cap * LOG2E)
+    return float(scale * LOG2E), 0.0
+
+
+def _num_sms(device: torch.device) -> int:
+    # In the interpreter any number will do; 8 makes it split, without splitting hairs.
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+# -- looking at what Triton makes of it ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledResources:
+    """What a compiled kernel takes of an SM.
+
+    Args:
+        shared_memory: bytes a block.
+        registers: 32-bit registers a thread; None where there is no ``cuobjdump``.
+        stack: bytes of local memory a thread, which is where spilled registers go; likewise.
+    """
+
+    shared_memory: int
+    registers: int | None
+    stack: int | None
+
+
+def compiled_resources(
+    config: Config, arch: int = 120, *, layout: KVLayout = KVLayout.LATENT_FIRST,
+    num_heads: int = 8, page_size: int = 1, dtype: Literal["bf16", "fp16"] = "bf16",
+    in_pool: bool = True, logit_cap: bool = False, split: bool = True,
+) -> CompiledResources:
+    """Compiles the kernel of ``config`` for compute capability ``arch``; needs no GPU.
+
+    Args:
+        arch: such as 90 or 120.
+        in_pool: draft tokens lie in the pool (``draft_slots``), not in ``draft_kv``.
+        split: for the split kernel, with more workers than requests.
+
+    Raises:
+        RuntimeError: this process interprets its kernels (:data:`INTERPRETED`); start Python
+            with ``TRITON_INTERPRET=0``.
+    """
+    if INTERPRETED:
+        raise RuntimeError("the kernels of this process are interpreted: start Python with "
+                           "TRITON_INTERPRET=0 to compile them")
+    constants: dict[str, Any] = {
+        "H": num_heads, "R": layout.kv_lora_rank, "D": layout.qk_rope_head_dim,
+        "LATENT_OFFSET": layout.latent_offset, "ROPE_OFFSET": layout.rope_offset,
+        "PAGE_SIZE": page_size, "HAS_CAP": logit_cap, "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+        ("draft_kv" if in_pool else "draft_slots"): None,
+    }
+    kernel = _serial_kernel
+    if isinstance(config, SplitConfig):
+        kernel = _split_kernel
+        constants |= {"SPLIT": split, "BLOCK_B": 16}
+        if not split:
+            constants |= {"runs_of": None, "part_out": None, "part_lse": None}
+    half = isinstance(config, SplitConfig) and config.partial_dtype == "input"
+    return _compile(kernel, constants, arch, dtype, dtype if half else "fp32",
+                    num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _compile(kernel: Any, constants: dict[str, Any], arch: int, dtype: str, part_dtype: str,
+             **options: int) -> CompiledResources:
+    types = dict.fromkeys(("q_latent", "q_rope", "rows", "draft_kv", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "mask_bits",
+                            "draft_slots", "runs_of"), "*i32")
+    types |= {"lse": "*fp32", "part_lse": "*fp32", "part_out": f"*{part_dtype}"}
+    types |= dict.fromkeys(("scale", "cap", "v_scale"), "fp32")
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32")
+                 for name in kernel.arg_names}
+    # What Triton finds at a real call: tensors and strides that are multiples of 16.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature)
+               if signature[name].startswith("*") or "stride" in name}
+    source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers = stack = None
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if tool.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(compiled.asm["cubin"])
+            text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True,
+                                  check=True).stdout
+        if usage := re.search(r"REG:(\d+) STACK:(\d+)", text):
+            registers, stack = int(usage[1]), int(usage[2])
+    return CompiledResources(compiled.metadata.shared, registers, stack)

@@ -8,15 +8,15 @@
 
 namespace mla {
 
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel kernel, int bytes) {
-  // Once for each kernel and device; the attribute belongs to the device's context.
+template <class Config>
+cudaError_t allow_shared_memory() {
+  // Once for each kernel (each Config has its own `done`) and device.
   static unsigned long long done = 0;
   int device = 0;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (device < 64 && done >> device & 1) return cudaSuccess;
-  if (cudaError_t e =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+  if (cudaError_t e = cudaFuncSetAttribute(
+          tree_verify<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return e;
   if (device < 64) done |= 1ull << device;
   return cudaSuccess;
@@ -39,7 +39,7 @@ cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cuda
 
 template <class Config>
 cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
-  if (cudaError_t e = allow_shared_memory(tree_verify<Config>, Config::kSmemBytes)) return e;
+  if (cudaError_t e = allow_shared_memory<Config>()) return e;
   tree_verify<Config>
       <<<dim3(p.row_tiles, p.groups), Config::kThreads, Config::kSmemBytes, stream>>>(p);
   if (cudaError_t e = cudaGetLastError()) return e;

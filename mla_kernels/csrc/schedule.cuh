@@ -25,7 +25,7 @@ struct Segment {
 template <int kTokens>
 struct Schedule {
   int total;                   // tiles of all requests
-  int groups;
+  int groups;                  // groups with a share: at least one tile each
 
   static __device__ __forceinline__ int tiles_of(const VerifyParams& p, int request) {
     const int drafts = p.qo_indptr[request + 1] - p.qo_indptr[request];
@@ -39,6 +39,7 @@ struct Schedule {
       const int request = base + static_cast<int>(threadIdx.x % 32);
       total += __reduce_add_sync(0xffffffffu, request < p.batch_size ? tiles_of(p, request) : 0);
     }
+    groups = min(groups, total);
   }
 
   __device__ __forceinline__ int begin(int group) const {

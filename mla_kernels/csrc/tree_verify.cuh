@@ -496,9 +496,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   grid_dependency_release();
   const int row_tile = blockIdx.x, group = blockIdx.y;
   const Schedule<Config::kTokens> schedule(p);
+  if (group >= schedule.groups) return;
   int tile = schedule.begin(group);
   const int end = schedule.begin(group + 1);
-  if (tile >= end) return;
 
   VerifyBlock<Config> block(p, smem);
   Segment segment;
