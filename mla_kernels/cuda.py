@@ -12,7 +12,7 @@ from .batch import VerifyBatch
 from .layout import KVLayout
 
 #: Cache rows a tile has, as in tree_verify.cuh.
-TILE_TOKENS = 32
+TILE_TOKENS = 16
 
 #: Dimensions that the kernel is compiled for (kv_layout.cuh).
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64

@@ -476,6 +476,8 @@ class SplitConfig:
             raise ValueError(f"num_stages must be at least 2; got {self.num_stages}")
         if self.programs_per_sm < 1:
             raise ValueError(f"programs_per_sm must be at least 1; got {self.programs_per_sm}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1; got {self.workers}")
         if self.partial_dtype not in ("fp32", "input"):
             raise ValueError(f"partial_dtype must be fp32 or input; got {self.partial_dtype!r}")
 

@@ -41,6 +41,10 @@ def explore(
             redrawn; the tallest figure that ``draw`` makes.
         controls: sliders, drop-downs and so on. They report a value when it is final, not
             while it is dragged.
+
+    Raises:
+        Exception: whatever ``draw`` raises for the values that the controls start with; these
+            are the notebook's and not the reader's, so the cell fails.
     """
     for control in controls.values():
         if control.has_trait("continuous_update"):
@@ -48,16 +52,21 @@ def explore(
         control.style.description_width = "initial"
     errors = ipywidgets.Output(layout=ipywidgets.Layout(min_height="1.8em"))
 
+    failures: list[Exception] = []
+
     def redraw(**values: Any) -> None:
         try:
             figure = draw(**values)
         except Exception as error:
+            failures.append(error)
             _say(errors, f"{type(error).__name__}: {error}\n")
         else:
             _say(errors, "")
             display(figure)
 
-    picture = ipywidgets.interactive_output(redraw, controls)
+    picture = ipywidgets.interactive_output(redraw, controls)  # draws once
+    if failures:
+        raise failures[0]
     picture.layout.height = f"{height * _PIXELS_PER_INCH + 16:.0f}px"
     picture.layout.overflow = "hidden auto"
     return Explorer(controls, picture, errors)

@@ -486,10 +486,12 @@ def index(results: Sequence[Result], facts: dict[str, str]) -> str:
         state = f'<span class="good">ran</span> · {result.summary}'
         if result.failures:
             state = f'<span class="bad">failed</span> · {html.escape(str(result.failures[0]))}'
-        title = inline(title_of(result.notebook, rest.replace("_", " ")))
+        title = title_of(result.notebook, rest.replace("_", " "))
+        if number:  # it stands beside the title already
+            title = re.sub(rf"^{number}\W+", "", title)
         items.append(
             f'<li><a href="{name}.html"><span class="number">{number}</span>'
-            f'<span class="title">{title}</span>'
+            f'<span class="title">{inline(title)}</span>'
             f'<p class="about">{first_paragraph(result.notebook)}</p>'
             f'<p class="state">{state}</p></a></li>'
         )

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyPar
   // written them: wait before the first read.
   grid_dependency_wait();
   const RequestRows rows(p, request);
-  const int num_rows = rows.num_drafts * p.num_heads;
+  const int num_rows = rows.num_queries(p);
   const int first_row = row_tile * Config::kRows + row_group * 16;
   if (first_row >= num_rows) return;
   const Schedule<Config::kTokens> schedule(p);

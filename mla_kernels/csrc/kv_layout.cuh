@@ -22,32 +22,38 @@ struct RequestRows {
   int first_token;             // its first row of q and out
   int num_drafts;
   int prefix_len;
-  const int* pages;
+  int first_page;              // in kv_indices
 
   __device__ __forceinline__ RequestRows(const VerifyParams& p, int request)
       : first_token(p.qo_indptr[request]),
         num_drafts(p.qo_indptr[request + 1] - first_token),
         prefix_len(p.kv_lens[request]),
-        pages(p.kv_indices + p.kv_indptr[request]) {}
+        first_page(p.kv_indptr[request]) {}
 
-  __device__ __forceinline__ int length() const { return prefix_len + num_drafts; }
+  __device__ __forceinline__ int num_queries(const VerifyParams& p) const {
+    return num_drafts * p.num_heads;
+  }
 
+  // Where the row of a position lies: a slot of the pool, or ~token for a row of draft_kv.
   // Positions past the end give the last row: they are masked, but what is multiplied by
   // their zero weight must be a number, and only referenced rows are sure to hold one.
-  __device__ __forceinline__ const char* row(const VerifyParams& p, int position) const {
-    position = min(position, length() - 1);
-    // 64-bit offsets: 2^31 elements are passed at slot 3,728,271.
+  __device__ __forceinline__ int locate(const VerifyParams& p, int position) const {
+    position = min(position, prefix_len + num_drafts - 1);
     if (position < prefix_len) {
-      const int page = pages[position >> p.page_shift];
-      const int64_t slot = (static_cast<int64_t>(page) << p.page_shift) +
-                           (position & ((1 << p.page_shift) - 1));
-      return p.kv_pool + slot * p.kv_row_stride;
+      const int page = p.kv_indices[first_page + (position >> p.page_shift)];
+      return (page << p.page_shift) + (position & ((1 << p.page_shift) - 1));
     }
     const int token = first_token + position - prefix_len;
-    return p.draft_slots ? p.kv_pool + p.draft_slots[token] * p.kv_row_stride
-                         : p.draft_kv + token * p.draft_row_stride;
+    return p.draft_slots ? p.draft_slots[token] : ~token;
   }
 };
+
+// The row that RequestRows::locate found. 64-bit offsets: 2^31 elements are passed at slot
+// 3,728,271.
+__device__ __forceinline__ const char* row_address(const VerifyParams& p, int place) {
+  return place >= 0 ? p.kv_pool + place * p.kv_row_stride
+                    : p.draft_kv + ~place * p.draft_row_stride;
+}
 
 // Which of 32 consecutive positions a draft token sees, as bits. `first` is the first
 // position's number among the drafts: negative in the prefix, which every token sees.

@@ -11,17 +11,6 @@
 
 namespace mla {
 
-struct Segment {
-  int request;
-  int tile_begin, tile_end;    // among the request's own tiles
-  int request_tiles;
-  bool first;                  // the first request of its group's share
-
-  __device__ __forceinline__ bool whole() const {
-    return tile_begin == 0 && tile_end == request_tiles;
-  }
-};
-
 template <int kTokens>
 struct Schedule {
   int total;                   // tiles of all requests
@@ -43,7 +32,8 @@ struct Schedule {
   }
 
   __device__ __forceinline__ int begin(int group) const {
-    return static_cast<int>(static_cast<int64_t>(group) * total / groups);
+    return group >= groups ? total
+                           : static_cast<int>(static_cast<int64_t>(group) * total / groups);
   }
 
   // The group whose share has this tile: the largest g with begin(g) <= tile.
