@@ -12,7 +12,7 @@ from .batch import VerifyBatch
 from .layout import KVLayout
 
 #: Cache rows a tile has, as in tree_verify.cuh.
-TILE_TOKENS = 16
+TILE_TOKENS = 32
 
 #: Dimensions that the kernel is compiled for (kv_layout.cuh).
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
@@ -84,7 +84,7 @@ def plan(
     row_tiles = -(-most // rows)
     tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
     if groups is None:
-        best, groups = 0.0, 1
+        best, groups = -1.0, 1
         for waves in range(1, 5):
             candidate = min(waves * sms // row_tiles, tiles, build.MAX_GROUPS)
             if candidate < 1:

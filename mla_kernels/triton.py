@@ -491,8 +491,8 @@ class SplitConfig:
 
     def shared_memory(self, layout: KVLayout = KVLayout.LATENT_FIRST, itemsize: int = 2) -> int:
         """Bytes of shared memory that the compiled kernel needs, as found by compiling many
-        configurations with mma.sync (all on sm_120, those below 64 rows on sm_90); wgmma,
-        which Triton uses on sm_90 from 64 rows, takes up to 16 KB more."""
+        configurations (Triton 3.6 and 3.8). It holds for mma.sync: for all on sm_120, and for
+        less than 64 rows on sm_90; wgmma, from 64 rows on there, takes up to 64 KB more."""
         row = layout.row_dim * itemsize
         tile = self.block_m * self.block_n
         # Beside queries and cache rows: the weights, on their way from one warp to all others,
@@ -535,11 +535,11 @@ def split_candidates(
     shared_memory: int = SM120_SHARED_MEMORY, layout: KVLayout = KVLayout.LATENT_FIRST,
     itemsize: int = 2,
 ) -> list[SplitConfig]:
-    """The configurations worth timing that fit in ``shared_memory`` bytes, deepest pipeline
-    first. Those that spill badly (64 rows on 4 warps, whose accumulator alone takes 256
-    registers a thread) are left out."""
+    """The configurations worth timing that fit in ``shared_memory`` bytes, for each shape the
+    deepest pipeline first. 64 rows are left out: they spill, on 8 warps about 100 bytes a
+    thread on sm_120 and 600 or more on sm_90, where Triton takes wgmma for them."""
     found = []
-    for block_m, num_warps in ((16, 4), (16, 8), (32, 4), (32, 8), (64, 8)):
+    for block_m, num_warps in ((16, 4), (16, 8), (32, 4), (32, 8)):
         for block_n in (64, 32, 16):
             for num_stages in (7, 5, 3):
                 config = SplitConfig(block_m, block_n, num_warps, num_stages)

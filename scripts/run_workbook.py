@@ -21,8 +21,10 @@ import dataclasses
 import datetime
 import html
 import json
+import math
 import os
 import platform
+import queue
 import re
 import shutil
 import subprocess
@@ -36,6 +38,8 @@ from typing import Any
 import nbformat
 from bs4 import BeautifulSoup
 from jinja2 import pass_context
+from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from latex2mathml.converter import convert as latex_to_mathml
@@ -46,6 +50,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
 from tqdm import tqdm
+from traitlets import Type
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -88,6 +93,31 @@ class Result:
         return f"{cells} cell{'' if cells == 1 else 's'} in {self.seconds:.0f} s"
 
 
+class Channel(AsyncZMQSocketChannel):
+    """A channel that looks again twice a second instead of sleeping until it is woken.
+
+    zmq wakes a sleeper once for each change of a socket, and sending takes note of changes
+    too. nbclient's stand-in for the Output widget sends on the socket on which the reply to
+    the cell is awaited; when it does so just as the reply comes in, nobody is woken, and the
+    run stands still for as long as a cell may take.
+    """
+
+    async def get_msg(self, timeout: float | None = None) -> dict[str, Any]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = math.inf if deadline is None else deadline - time.monotonic()
+            try:
+                return await super().get_msg(max(0.0, min(0.5, left)))
+            except queue.Empty:
+                if left <= 0.5:
+                    raise
+
+
+class KernelClient(AsyncKernelClient):
+    shell_channel_class = Type(Channel)
+    iopub_channel_class = Type(Channel)
+
+
 class Client(NotebookClient):
     """A client whose kernel is always the Python that runs this script, whatever kernels named
     python3 the machine has installed elsewhere."""
@@ -102,7 +132,7 @@ class Client(NotebookClient):
         # can reach (and which ipykernel 7 warns about). The path must be short.
         self.km = AsyncKernelManager(
             kernel_name="python3", kernel_spec_manager=specs, transport="ipc",
-            connection_file=str(self.sockets / "k.json"),
+            client_factory=KernelClient, connection_file=str(self.sockets / "k.json"),
         )
         return self.km
 

@@ -354,6 +354,20 @@ def test_pages_of_a_failed_run_show_what_happened(bad):
     assert page_of(bad, "well").select_one(".workbook-failed") is None
 
 
+def test_a_moving_widget_does_not_stall_the_run(tmp_path):
+    """nbclient by itself misses the reply of about one such cell in thirty and stands still
+    until the cell's time is up; the runner looks again (see its Channel)."""
+    path = write(
+        tmp_path, "moves", "import ipywidgets\nfrom IPython.display import display\n"
+        "slider = ipywidgets.IntSlider(0, 0, 1000)\n"
+        "def show(n):\n    print(n)\n"
+        "display(*[ipywidgets.interactive_output(show, {'n': slider}) for _ in range(3)])",
+        *["slider.value += 1"] * 150)
+    done = run(path, "--out", tmp_path / "out", "--timeout", 60)
+    assert done.returncode == 0, done.stderr
+    assert int(re.search(r"moves: ran, 151 cells in (\d+) s", done.stdout)[1]) < 60
+
+
 def test_refused_arguments(tmp_path):
     done = run(tmp_path / "absent.ipynb", "--out", tmp_path / "out")
     assert done.returncode == 2 and "not a file: " in done.stderr

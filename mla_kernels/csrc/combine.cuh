@@ -33,9 +33,8 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyPar
   constexpr int kBlocksPerRows = C::kBlocksPerTile / Config::kRowGroups;
   const int row_group = block / kBlocksPerRows;
 
-  // The lengths are inputs of the launch, but the grid before the verify kernel may have
-  // written them: wait before the first read.
-  grid_dependency_wait();
+  // Blocks of this grid start once all of the verify kernel's run, hence after all that came
+  // before it: the lengths may be read before its results are waited for.
   const RequestRows rows(p, request);
   const int num_rows = rows.num_queries(p);
   const int first_row = row_tile * Config::kRows + row_group * 16;
@@ -53,11 +52,29 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyPar
   const int64_t slot_step = 2 * p.row_tiles;
   const auto slot_of = [&](int i) { return i == 0 ? slot0 : slot1 + (i - 1) * slot_step; };
 
+  // A fragment's place in its tile: see VerifyBlock::store.
+  const int fragment = block % kBlocksPerRows * C::kFragments + warp / kSplit;
+  constexpr int kPairs = Config::kValueTiles / 2;
+  const int of_warp = fragment / kPairs, pair = fragment % kPairs;
+  const uint4* from = static_cast<const uint4*>(p.partial_out) +
+                      ((of_warp * Config::kRowGroups + row_group) * kPairs + pair) * 32 + lane;
+  constexpr int kSlotWords = Config::kRows * kLatentDim * 2 / 16;
+  const auto load = [&](int i) { return __ldcg(from + slot_of(i) * kSlotWords); };
+
+  grid_dependency_wait();
+  // The first partials are under way while the weights are computed.
+  constexpr int kAhead = 8;
+  uint4 x[kAhead];
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u)
+    if (const int i = warp % kSplit + u * kSplit; i < count) x[u] = load(i);
+
   // Weights: 16 lanes a row.
   {
     const int r = threadIdx.x / 16, own = threadIdx.x % 16;
     const float* lse = p.partial_lse + row_group * 16 + r;
     float top = -INFINITY;
+#pragma unroll 4
     for (int i = own; i < count; i += 16) {
       const float x = __ldcg(lse + slot_of(i) * Config::kRows);
       weight_smem[i * 16 + r] = x;
@@ -82,17 +99,8 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyPar
   }
   __syncthreads();
 
-  // A fragment's place in its tile: see VerifyBlock::store.
-  const int fragment = block % kBlocksPerRows * C::kFragments + warp / kSplit;
-  constexpr int kPairs = Config::kValueTiles / 2;
-  const int of_warp = fragment / kPairs, pair = fragment % kPairs;
-  const uint4* from = static_cast<const uint4*>(p.partial_out) +
-                      ((of_warp * Config::kRowGroups + row_group) * kPairs + pair) * 32 + lane;
-  constexpr int kSlotWords = Config::kRows * kLatentDim * 2 / 16;
   float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-  for (int i = warp % kSplit; i < count; i += kSplit) {
-    const uint4 x = __ldcg(from + slot_of(i) * kSlotWords);
+  const auto add = [&](int i, const uint4& x) {
     const float low = weight_smem[i * 16 + lane / 4], high = weight_smem[i * 16 + lane / 4 + 8];
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -102,7 +110,12 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyPar
       sum[2 * e] += w * v.x;
       sum[2 * e + 1] += w * v.y;
     }
-  }
+  };
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u)
+    if (const int i = warp % kSplit + u * kSplit; i < count) add(i, x[u]);
+#pragma unroll 8
+  for (int i = warp % kSplit + kAhead * kSplit; i < count; i += kSplit) add(i, load(i));
   if constexpr (kSplit > 1) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum_smem[warp][e][lane] = sum[e];

@@ -90,6 +90,23 @@ __device__ __forceinline__ void smem_store(uint32_t address, uint4 x) {
                "r"(x.z), "r"(x.w)
                : "memory");
 }
+__device__ __forceinline__ void smem_store(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void smem_store(uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
+__device__ __forceinline__ void smem_load(float (&x)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void smem_load(float (&x)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ float smem_load_float(uint32_t address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
@@ -111,6 +128,17 @@ __device__ __forceinline__ void smem_load(uint32_t (&x)[4], uint32_t address) {
 
 __device__ __forceinline__ void copy_async_16B(uint32_t smem, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's newest groups are under way. Other threads'
+// copies become visible only after a barrier.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Arrives on a barrier when all of this thread's copies so far have landed.

@@ -11,6 +11,15 @@
 
 namespace mla {
 
+// A group's share of one request.
+struct Segment {
+  int request;
+  int tile_begin, tile_end;    // among the request's own tiles
+  int whole;                   // all of them: there is no partial result
+  int first;                   // the first request of its group's share
+  int done;                    // tiles of the share up to its end
+};
+
 template <int kTokens>
 struct Schedule {
   int total;                   // tiles of all requests

@@ -2,16 +2,12 @@
 // 101,376 bytes of shared memory. Runs on sm_80 and later; built for sm_120.
 //
 // A query row is one (draft token, head) pair. A block owns kRows of them and walks its share
-// of the prefix and drafts in tiles of 16 cache rows, each loaded once and used as key and as
-// value. Its warps have two roles, which overlap in time:
+// of the prefix and drafts in tiles of 32 cache rows, each loaded once and used as key and as
+// value. Per tile:
 //
-//   4 score warps   S = Q K^T over all 576 dimensions, 16 query rows and 16 tokens at once;
-//                   P = 2^(S - max) in registers; P to shared memory. Q stays in registers.
-//   8 value warps   O += P V, all rows and 64 of the 512 value columns each, O in registers;
-//                   they also copy the tiles from global memory.
-//
-// While the value warps multiply tile t, the score warps are at tile t + 1: tensor cores find
-// work from one role while the other waits for shared memory or exponentials.
+//   S = Q K^T    a warp takes 16 rows, half of the 576 dimensions, and all or some tokens
+//   P = 2^(S-m)  the halves meet in shared memory; running maximum and sum for each row
+//   O += P V     a warp takes all rows and 64 of the 512 value columns, O in registers
 #pragma once
 
 #include "kv_layout.cuh"
@@ -24,73 +20,60 @@ template <class Element_, int kRows_>
 struct VerifyConfig {
   using Element = Element_;
   static constexpr int kRows = kRows_;                      // 16, 32 or 64
-  static constexpr int kTokens = 16;                        // cache rows a tile
-  static constexpr int kStages = 4;
-  static constexpr int kScoreWarps = 4, kValueWarps = 8;
-  static constexpr int kThreads = (kScoreWarps + kValueWarps) * 32;
+  static constexpr int kTokens = 32;                        // cache rows a tile
+  static constexpr int kHalf = 16;                          // cache rows a stage: half a tile
+  static constexpr int kStages = kRows == 16 ? 5 : 4;       // all that shared memory holds
+  static constexpr int kWarps = 8, kThreads = kWarps * 32;
 
-  static constexpr int kRowGroups = kRows / 16;             // of 16 rows: 1   2   4
-  // With fewer row groups than score warps, warps of one group take turns at the tiles.
-  static constexpr int kTurns = kScoreWarps / kRowGroups;   //             4   2   1
-  static constexpr int kSteps = kRowDim / 16;               // 36 k16 steps
-  static constexpr int kValueTiles = kLatentDim / kValueWarps / 8;  // 8 n8 tiles a warp
+  static constexpr int kRowGroups = kRows / 16;             // 1   2   4    for 16, 32, 64 rows
+  static constexpr int kDimSplits = 2;                      // 2   2   2
+  static constexpr int kTokenSplits = kWarps / (kRowGroups * kDimSplits);  // 4   2   1
+  static constexpr int kSteps = kRowDim / 16 / kDimSplits;  // 18 k16 steps a warp
+  static constexpr int kKeyTiles = kTokens / kTokenSplits / 8;             // 1   2   4
+  static constexpr int kValueTiles = kLatentDim / kWarps / 8;              // 8
 
-  // 12 warps leave 168 registers a thread. 36 steps of Q would be 144 of them: the last 9
-  // stay in shared memory.
-  static constexpr int kStepsInSmem = kRows < 64 ? 10 : 9;
+  // 18 steps of Q are 72 registers a thread, and O takes 128 of the 255 at 64 rows: the last
+  // 3 steps then stay in shared memory, which is what keeps the kernel free of spills.
+  static constexpr int kStepsInSmem = kRows == 64 ? 3 : 0;
   static constexpr int kStepsInRegs = kSteps - kStepsInSmem;
 
-  // P and its companions pass from score to value warps through a ring of slots.
-  static constexpr int kSlots = 8 / kRowGroups;             // 8   4   2
-  static constexpr int kProbStride = kTokens + 8;           // elements: rows 12 banks apart
-  static constexpr int kSlotBytes = kRows * kProbStride * 2;
+  // Softmax: kLanesPerRow neighbouring lanes share a row, kScores tokens each.
+  static constexpr int kLanesPerRow = kThreads / kRows;     // 16  8   4
+  static constexpr int kScores = kTokens / kLanesPerRow;    // 2   4   8
+  // At 64 rows a row's tokens lie in one warp's fragments and only the other half of the
+  // dimensions is missing, so warps swap half-fragments; else S goes through a plain matrix.
+  static constexpr bool kSwapFragments = kTokenSplits == 1;
 
-  // Shared memory, in bytes                                   16 rows   32 rows   64 rows
-  static constexpr int kStageBytes = kTokens * kRowStride;    // 18,688
-  static constexpr int kKV = 0;                               // 74,752    74,752    74,752
-  static constexpr int kP = kKV + kStages * kStageBytes;      //  6,144     6,144     6,144
-  static constexpr int kQ = kP + kSlots * kSlotBytes;         //  4,608     9,216    18,432
-  static constexpr int kRescale = kQ + kRowGroups * kStepsInSmem * 512;  // 512  512    512
-  static constexpr int kChanged = kRescale + kSlots * kRows * 4;         //  32   32     32
-  static constexpr int kMax = kChanged + kSlots * kRowGroups * 4;        //  64  128    256
-  static constexpr int kSum = kMax + kRows * 4;               //    256       256       256
-  static constexpr int kBarriers = kSum + kTurns * kRows * 4; //    232       168       136
-  static constexpr int kNumBarriers = 2 * kStages + 2 * kSlots + kScoreWarps + kRowGroups;
-  static constexpr int kParts = kBarriers + kNumBarriers * 8; //    384       384       384
-  static constexpr int kSmemBytes = kParts + kThreads;
-  // Sum                                                         87,032    91,592   100,904
+  // Shared memory, in bytes                                 16 rows   32 rows   64 rows
+  static constexpr int kStageBytes = kHalf * kRowStride;    // 18,688 each
+  static constexpr int kScoreStride = kTokens + 8;          // floats: rows 8 banks apart
+  static constexpr int kProbStride = kTokens + 8;           // elements: rows 20 banks apart
+  static constexpr int kKV = 0;                             // 93,440    74,752    74,752
+  static constexpr int kS = kKV + kStages * kStageBytes;    //  5,120    10,240     8,192
+  static constexpr int kP = kS + (kSwapFragments ? kWarps * 1024
+                                                 : kDimSplits * kRows * kScoreStride * 4);
+  static constexpr int kRescale = kP + kRows * kProbStride * 2;  // P: 1,280  2,560  5,120
+  static constexpr int kQ = kRescale + kRows * 4;           //     64       128       256
+  static constexpr int kBarriers = kQ + kWarps * kStepsInSmem * 512;  // Q: 0  0  12,288
+  static constexpr int kSegment = kBarriers + 2 * kStages * 8;   //    80       64        64
+  static constexpr int kSmemBytes = kSegment + sizeof(Segment);  //    24       24        24
+  // Sum                                                      100,008    87,768   100,696
   static_assert(kSmemBytes <= 101376, "over the shared memory of an sm_120 block");
-  static_assert(kBarriers % 8 == 0, "barriers are 8 bytes wide");
 
-  // Q passes through the P slots on its way to registers, two steps at a time.
-  static constexpr int kQStagingStride = 64 + 16;             // bytes: rows 20 banks apart
-  static_assert(kScoreWarps * 16 * kQStagingStride <= kSlots * kSlotBytes, "Q staging");
+  // The next tile's copies go out between the steps of the scores, where they disturb least, or
+  // as soon as their stage is free, where the time until they land is what counts.
+  static constexpr bool kCopyInScores = kRows > 32;
+
+  // Q passes through the last stages on its way to registers. Those before them are filled with
+  // tiles meanwhile; at 64 rows there are none.
+  static constexpr int kStagesOfQ = kRows / kHalf;
+  static constexpr int kStagesBesideQ = kStages - kStagesOfQ;
 };
 
 // A maximum may be exceeded by 2^8 before the accumulators are scaled down to a new one: the
 // result is the same, and most tiles then scale nothing.
 constexpr float kLazyRescale = 8.f;
 
-// A block's part of one request, as its roles see it. Tiles are numbered through all parts of
-// the block, tile n lying in stage n % kStages. Hand-offs of P are numbered likewise, hand-off n
-// in slot n % kSlots: one a tile, and after the last one of a part another that brings the final
-// factors of the rows. So tile n is hand-off n + number, and the last one end + number.
-struct Part {
-  int request;
-  uint32_t number;             // parts before this one
-  uint32_t begin, end;         // its tiles' numbers
-  int first_position;          // of tile 0 of the block, if all its tiles were this request's
-  uint32_t whole;              // all of the request's tiles: no other block has partial results
-  uint32_t first;              // in its group's share
-  int done;                    // tiles of the share up to its end
-
-  // Where its partial results go, in units of a row tile.
-  __device__ __forceinline__ int64_t partial(const VerifyParams& p) const {
-    return partial_slot(p, blockIdx.y, blockIdx.x, first);
-  }
-};
-
-// What both roles of a block share.
 template <class Config>
 struct VerifyBlock {
   using C = Config;
@@ -98,467 +81,315 @@ struct VerifyBlock {
 
   const VerifyParams& p;
   const uint32_t smem;         // base address in shared memory
-  const int lane;
-
-  __device__ __forceinline__ VerifyBlock(const VerifyParams& params, unsigned char* shared)
-      : p(params), smem(smem_address(shared)), lane(threadIdx.x % 32) {}
-
-  // The block's first query row in its request.
-  __device__ __forceinline__ int first_row() const { return blockIdx.x * C::kRows; }
-
-  // -- barriers; in brackets who arrives ---------------------------------------------------
-
-  __device__ __forceinline__ uint32_t barrier(int index) const {
-    return smem + C::kBarriers + index * 8;
-  }
-  // The tile's copies have landed (value warps, through cp.async).
-  __device__ __forceinline__ uint32_t tile_full(uint32_t tile) const {
-    return barrier(tile % C::kStages);
-  }
-  // The tile has been multiplied: its stage may be filled again (value warps).
-  __device__ __forceinline__ uint32_t tile_empty(uint32_t tile) const {
-    return barrier(C::kStages + tile % C::kStages);
-  }
-  // P and its factors are there (the score warps whose turn it is).
-  __device__ __forceinline__ uint32_t slot_full(uint32_t handoff) const {
-    return barrier(2 * C::kStages + handoff % C::kSlots);
-  }
-  // They have been read (value warps).
-  __device__ __forceinline__ uint32_t slot_empty(uint32_t handoff) const {
-    return barrier(2 * C::kStages + C::kSlots + handoff % C::kSlots);
-  }
-  // The running maximum after a tile is there (the row group's warp whose turn it is).
-  __device__ __forceinline__ uint32_t max_full(uint32_t tile, int row_group) const {
-    return barrier(2 * C::kStages + 2 * C::kSlots + tile % C::kTurns * C::kRowGroups + row_group);
-  }
-  // The sums of all turns of a row group are there (its score warps).
-  __device__ __forceinline__ uint32_t sums_full(int row_group) const {
-    return barrier(2 * C::kStages + 2 * C::kSlots + C::kScoreWarps + row_group);
-  }
-
-  static __device__ __forceinline__ uint32_t stage_parity(uint32_t tile) { return tile / C::kStages & 1; }
-  static __device__ __forceinline__ uint32_t slot_parity(uint32_t handoff) { return handoff / C::kSlots & 1; }
-  static __device__ __forceinline__ uint32_t turn_parity(uint32_t tile) { return tile / C::kTurns & 1; }
-
-  // Waits until the stage or slot of a number is free, that is, until the number that had it
-  // before has been released.
-  __device__ __forceinline__ void wait_tile_empty(uint32_t tile) const {
-    if (tile >= C::kStages) barrier_wait(tile_empty(tile), stage_parity(tile - C::kStages));
-  }
-  __device__ __forceinline__ void wait_slot_empty(uint32_t handoff) const {
-    if (handoff >= C::kSlots) barrier_wait(slot_empty(handoff), slot_parity(handoff - C::kSlots));
-  }
-
-  __device__ __forceinline__ void init_barriers() const {
-    if (threadIdx.x == 0) {
-      constexpr int kValueThreads = C::kValueWarps * 32;
-      for (int i = 0; i < C::kStages; ++i) {
-        barrier_init(tile_full(i), kValueThreads);
-        barrier_init(tile_empty(i), kValueThreads);
-      }
-      for (int i = 0; i < C::kSlots; ++i) {
-        barrier_init(slot_full(i), C::kRowGroups * 32);
-        barrier_init(slot_empty(i), kValueThreads);
-      }
-      for (int i = 0; i < C::kTurns; ++i)
-        for (int g = 0; g < C::kRowGroups; ++g) barrier_init(max_full(i, g), 32);
-      for (int i = 0; i < C::kRowGroups; ++i) barrier_init(sums_full(i), C::kTurns * 32);
-    }
-    __syncthreads();  // the only one: from here on the roles meet at the barriers above
-  }
-
-  // -- places in shared memory -------------------------------------------------------------
-
-  __device__ __forceinline__ uint32_t KV_smem(uint32_t tile) const {
-    return smem + C::kKV + tile % C::kStages * C::kStageBytes;
-  }
-  __device__ __forceinline__ uint32_t P_smem(uint32_t handoff) const {
-    return smem + C::kP + handoff % C::kSlots * C::kSlotBytes;
-  }
-  // This warp's part. It lies in shared memory since registers are scarce while a part runs.
-  __device__ __forceinline__ uint32_t part_smem() const {
-    return smem + C::kParts + threadIdx.x / 32 * sizeof(Part);
-  }
-  __device__ __forceinline__ void put_part(const Part& part) const {
-    __syncwarp();
-    const uint32_t* word = reinterpret_cast<const uint32_t*>(&part);
-    if (lane == 0)
-#pragma unroll
-      for (int i = 0; i < int(sizeof(Part) / 4); ++i) smem_store(part_smem() + i * 4, word[i]);
-    __syncwarp();
-  }
-  __device__ __forceinline__ Part get_part() const {
-    Part part;
-    uint32_t* word = reinterpret_cast<uint32_t*>(&part);
-#pragma unroll
-    for (int i = 0; i < int(sizeof(Part) / 4); ++i) word[i] = smem_load_word(part_smem() + i * 4);
-    return part;
-  }
-
-  // What O is multiplied by before the slot's P V is added: a float for each row.
-  __device__ __forceinline__ uint32_t rescale_smem(uint32_t handoff) const {
-    return smem + C::kRescale + handoff % C::kSlots * C::kRows * 4;
-  }
-  // Whether any of them differs from 1: a word for each row group.
-  __device__ __forceinline__ uint32_t changed_smem(uint32_t handoff) const {
-    return smem + C::kChanged + handoff % C::kSlots * C::kRowGroups * 4;
-  }
-};
-
-// ---- score warps --------------------------------------------------------------------------
-
-template <class Config>
-struct ScoreWarp : VerifyBlock<Config> {
-  using C = Config;
-  using Base = VerifyBlock<Config>;
-  using typename Base::Ops;
-  using Base::lane;
-  using Base::p;
-  using Base::smem;
-
-  const int warp;              // 0 .. 3
-  const int row_group;         // which 16 of the block's rows
-  const uint32_t turn;            // which tiles: those with number % kTurns == turn
+  const int lane, warp;
+  uint32_t tiles_before;       // of earlier segments: tile n of the block lies in stage n % 2
+  // The warp's part of S = Q K^T.
+  const int row_group, dim_split, token_split;
 
   uint32_t Q_frag[C::kStepsInRegs][4];
-  // For the lane's two rows, lane / 4 and that + 8 of the group. The maximum is the one that
-  // P is relative to; the sum is this lane's share of this warp's tiles.
-  float row_max[2], row_sum[2];
+  float O_frag[C::kRowGroups][C::kValueTiles][4];
+  float row_max, row_sum;      // of the softmax row; the sum is this lane's share
 
-  __device__ __forceinline__ ScoreWarp(const VerifyParams& params, unsigned char* shared)
-      : Base(params, shared),
+  __device__ __forceinline__ VerifyBlock(const VerifyParams& params, unsigned char* shared)
+      : p(params),
+        smem(smem_address(shared)),
+        lane(threadIdx.x % 32),
         warp(threadIdx.x / 32),
+        tiles_before(0),
         row_group(warp % C::kRowGroups),
-        turn(warp / C::kRowGroups) {}
+        dim_split(warp / C::kRowGroups % C::kDimSplits),
+        token_split(warp / (C::kRowGroups * C::kDimSplits)) {}
 
-  // The fragment of a late step, in fragment order: one uint4 a lane. Warps that take turns
-  // have the same rows and write the same values.
-  __device__ __forceinline__ uint32_t Q_smem(int step) const {
-    return smem + C::kQ +
-           ((row_group * C::kStepsInSmem + step - C::kStepsInRegs) * 32 + lane) * 16;
+  // The row of the tile whose softmax this lane shares, and its place among that row's lanes.
+  __device__ __forceinline__ int softmax_row() const {
+    return C::kSwapFragments ? row_group * 16 + dim_split * 8 + lane / 4
+                             : static_cast<int>(threadIdx.x) / C::kLanesPerRow;
+  }
+  __device__ __forceinline__ int softmax_lane() const { return lane % C::kLanesPerRow; }
+  // The token of the tile that score `i` of this lane belongs to.
+  __device__ __forceinline__ int softmax_token(int i) const {
+    return C::kSwapFragments ? i / 2 * 8 + softmax_lane() * 2 + i % 2
+                             : softmax_lane() * C::kScores + i;
   }
 
-  // Q in the order of the cache row, so that a score needs no knowledge of it: from global
-  // memory in 16-byte pieces, through a scratch of this warp's own, two steps at a time.
+  // ---- stages ---------------------------------------------------------------------------
+  // Tiles are numbered through all segments of the block. The halves of tile n are the halves
+  // 2 n and 2 n + 1, and half h lies in stage h % kStages.
+
+  __device__ __forceinline__ uint32_t KV_smem(uint32_t half) const {
+    return smem + C::kKV + half % C::kStages * C::kStageBytes;
+  }
+  // Its copies have landed.
+  __device__ __forceinline__ uint32_t full(uint32_t half) const {
+    return smem + C::kBarriers + half % C::kStages * 8;
+  }
+  // All warps are done with it: its stage may be filled again.
+  __device__ __forceinline__ uint32_t empty(uint32_t half) const {
+    return smem + C::kBarriers + (C::kStages + half % C::kStages) * 8;
+  }
+  static __device__ __forceinline__ uint32_t parity(uint32_t half) {
+    return half / C::kStages & 1;
+  }
+  __device__ __forceinline__ void init_barriers() const {
+    if (threadIdx.x == 0)
+      for (int i = 0; i < C::kStages; ++i) {
+        barrier_init(full(i), C::kThreads / 2);
+        barrier_init(empty(i), C::kThreads);
+      }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void wait_full(uint32_t tile) const {
+    barrier_wait(full(2 * tile), parity(2 * tile));
+    barrier_wait(full(2 * tile + 1), parity(2 * tile + 1));
+  }
+  __device__ __forceinline__ void release(uint32_t tile) const {
+    barrier_arrive(empty(2 * tile));
+    barrier_arrive(empty(2 * tile + 1));
+  }
+
+  // ---- loads ----------------------------------------------------------------------------
+
+  // Four warps copy the first halves of tiles and four the second ones: 4 rows each, 8 lanes a
+  // row, 9 chunks of 16 bytes a lane.
+  static constexpr int kCopies = kRowChunks / 8;
+  __device__ __forceinline__ int copy_half() const { return warp / 4; }
+  __device__ __forceinline__ uint32_t copy_target(uint32_t half) const {
+    return KV_smem(half) + (warp % 4 * 4 + lane / 8) * kRowStride + lane % 8 * 16;
+  }
+  // Where the lane's row of a tile lies; looked up before it is copied.
+  __device__ __forceinline__ int copy_place(const RequestRows& rows, int tile) const {
+    return rows.locate(p, tile * C::kTokens + warp * 4 + lane / 8);
+  }
+  __device__ __forceinline__ void wait_empty(uint32_t half) const {
+    if (half >= C::kStages) barrier_wait(empty(half), parity(half - C::kStages));
+  }
+  __device__ __forceinline__ void copy(uint32_t half, int place) const {
+    wait_empty(half);
+    const char* from = row_address(p, place) + lane % 8 * 16;
+    const uint32_t to = copy_target(half);
+#pragma unroll
+    for (int c = 0; c < kCopies; ++c) copy_async_16B(to + c * 128, from + c * 128);
+    copy_async_arrive(full(half));
+  }
+
+  // Where Q lands: in the last stages, counted from the segment's first half.
+  __device__ __forceinline__ uint32_t Q_staging() const {
+    return C::kStagesBesideQ ? KV_smem(2 * tiles_before + C::kStagesBesideQ) : smem + C::kKV;
+  }
+
   __device__ __forceinline__ void load_queries(const RequestRows& rows) {
-    const char *latent[2], *rope[2];
-    bool present[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = Base::first_row() + row_group * 16 + lane / 4 + i * 8;
-      present[i] = row < rows.num_queries(p);
-      const int safe = present[i] ? row : 0;
-      const int64_t token = rows.first_token + safe / p.num_heads, head = safe % p.num_heads;
-      latent[i] = p.q_latent + token * p.q_latent_token_stride + head * p.q_latent_head_stride;
-      rope[i] = p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
-    }
-    const uint32_t scratch = smem + C::kP + warp * 16 * C::kQStagingStride;
-    const uint32_t put = scratch + lane / 4 * C::kQStagingStride + lane % 4 * 16;
-    const uint32_t get = scratch + lane % 16 * C::kQStagingStride + lane / 16 * 16;
-    constexpr int kPairBytes = 64, kRopePairs = kRopeDim * 2 / kPairBytes;
-    constexpr int kLatentPairs = kLatentDim * 2 / kPairBytes;
-    const bool rope_first = p.latent_offset != 0;
-#pragma unroll
-    for (int pair = 0; pair < C::kSteps / 2; ++pair) {
-      const bool in_rope = rope_first ? pair < kRopePairs : pair >= kLatentPairs;
-      const int piece = (rope_first ? in_rope ? pair : pair - kRopePairs
-                                    : in_rope ? pair - kLatentPairs : pair) * kPairBytes +
-                        lane % 4 * 16;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint4 x = make_uint4(0, 0, 0, 0);  // past the request: zeros, so that no score is NaN
-        if (present[i])
-          x = __ldg(reinterpret_cast<const uint4*>((in_rope ? rope[i] : latent[i]) + piece));
-        smem_store(put + i * 8 * C::kQStagingStride, x);
+    const int num_rows = rows.num_queries(p);
+    const int latent_chunk = p.latent_offset / 16;
+    // In the order of the cache row, so that a dot product needs no knowledge of it.
+    for (int i = threadIdx.x; i < C::kRows * kRowChunks; i += C::kThreads) {
+      const int r = i / kRowChunks, chunk = i % kRowChunks;
+      const uint32_t target = Q_staging() + r * kRowStride + chunk * 16;
+      const int row = first_row() + r;
+      if (row >= num_rows) {  // past the request: zeros, so that no score is NaN
+        smem_store(target, make_uint4(0, 0, 0, 0));
+        continue;
       }
-      __syncwarp();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int step = pair * 2 + half;
-        if (step < C::kStepsInRegs) {
-          ldmatrix(Q_frag[step < C::kStepsInRegs ? step : 0], get + half * 32);
-        } else {
-          uint32_t f[4];
-          ldmatrix(f, get + half * 32);
-          smem_store(Q_smem(step), make_uint4(f[0], f[1], f[2], f[3]));
-        }
-      }
-      __syncwarp();
+      const int64_t token = rows.first_token + row / p.num_heads, head = row % p.num_heads;
+      const int in_latent = chunk - latent_chunk;
+      const char* source =
+          in_latent >= 0 && in_latent < kLatentDim * 2 / 16
+              ? p.q_latent + token * p.q_latent_token_stride + head * p.q_latent_head_stride +
+                    in_latent * 16
+              : p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride +
+                    (latent_chunk ? chunk : chunk - kLatentDim * 2 / 16) * 16;
+      copy_async_16B(target, source);
     }
   }
 
-  // S = Q K^T for 16 rows and the tile's 16 tokens, as two n8 fragments.
-  __device__ __forceinline__ void scores(float (&S_frag)[2][4], uint32_t tile) {
-    const uint32_t K_smem = Base::KV_smem(tile) + (lane % 8 + lane / 16 * 8) * kRowStride +
-                            lane / 8 % 2 * 16;
-    float odd[2][4];  // odd steps add up apart: four chains of dependent multiplies, not two
+  __device__ __forceinline__ void queries_to_fragments() {
+    const uint32_t base = Q_staging() + (row_group * 16 + lane % 16) * kRowStride +
+                          dim_split * C::kSteps * 32 + lane / 16 * 16;
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
+    for (int k = 0; k < C::kStepsInRegs; ++k) ldmatrix(Q_frag[k], base + k * 32);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S_frag[j][e] = odd[j][e] = 0.f;
-#pragma unroll
-    for (int step = 0; step < C::kSteps; ++step) {
+    for (int k = C::kStepsInRegs; k < C::kSteps; ++k) {
       uint32_t f[4];
-      ldmatrix(f, K_smem + step * 32);
-      auto& d = step % 2 ? odd : S_frag;
-      if (step < C::kStepsInRegs) {
-        Ops::mma(d[0], Q_frag[step < C::kStepsInRegs ? step : 0], f[0], f[1]);
-        Ops::mma(d[1], Q_frag[step < C::kStepsInRegs ? step : 0], f[2], f[3]);
-      } else {
-        uint32_t a[4];
-        smem_load(a, Q_smem(step));
-        Ops::mma(d[0], a, f[0], f[1]);
-        Ops::mma(d[1], a, f[2], f[3]);
-      }
+      ldmatrix(f, base + k * 32);
+      smem_store(Q_smem(k), make_uint4(f[0], f[1], f[2], f[3]));
     }
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) S_frag[j][e] += odd[j][e];
   }
 
-  // Scores to logits in units of log2, and to -inf what a row does not see. `visible`: the
-  // tile's tokens as bits, for the lane's two rows.
-  __device__ __forceinline__ void mask_and_scale(float (&S_frag)[2][4],
-                                                 const uint32_t (&visible)[2]) {
-    if (p.logit_cap > 0.f) {
+  // The fragment of a late step, in fragment order: one uint4 a lane.
+  __device__ __forceinline__ uint32_t Q_smem(int k) const {
+    return smem + C::kQ + ((warp * C::kStepsInSmem + k - C::kStepsInRegs) * 32 + lane) * 16;
+  }
+
+  // ---- S = Q K^T ------------------------------------------------------------------------
+
+  // The step's 16 x 16 piece of Q.
+  __device__ __forceinline__ void query_step(uint32_t (&a)[4], int k) const {
+    if (k < C::kStepsInRegs) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
+      for (int e = 0; e < 4; ++e) a[e] = Q_frag[k < C::kStepsInRegs ? k : 0][e];
+    } else {
+      smem_load(a, Q_smem(k));
+    }
+  }
+
+  // The warp's part of the scores of one tile. Between the steps it issues its copies of a
+  // later half (if `copy`), which spreads them over time.
+  __device__ __forceinline__ void scores(float (&S_frag)[C::kKeyTiles][4], uint32_t tile,
+                                         bool copy, uint32_t copy_half, int place) {
+    // x4: with two or more key tiles, two of them for one step; with one, two steps of it.
+    constexpr bool kPairTokens = C::kKeyTiles > 1;
+    const int token = token_split * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
+                      (kPairTokens ? lane / 16 * 8 : 0);
+    const int first_half = token_split * C::kKeyTiles * 8 / C::kHalf;
+    const int chunk = kPairTokens ? lane / 8 % 2 : lane / 8;
+    const uint32_t offset = token * kRowStride + dim_split * C::kSteps * 32 + chunk * 16;
+    uint32_t K_smem[C::kKeyTiles > 2 ? 2 : 1];
+    K_smem[0] = KV_smem(2 * tile + first_half) + offset;
+    if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(2 * tile + 1) + offset;
+    const uint32_t to = copy_target(copy_half);
+    const char* from = row_address(p, place) + lane % 8 * 16;
+    if (copy) wait_empty(copy_half);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          S_frag[j][e] = p.logit_cap * kLog2e * tanhf(S_frag[j][e] * p.logit_scale / p.logit_cap);
+    for (int j = 0; j < C::kKeyTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S_frag[j][e] = 0.f;
+    float odd[4] = {0.f, 0.f, 0.f, 0.f};  // a second chain where there is one key tile
+#pragma unroll
+    for (int k = 0; k < C::kSteps; ++k) {
+      if (k % 2 == 0 && copy) copy_async_16B(to + k / 2 * 128, from + k / 2 * 128);
+      uint32_t a[4];
+      query_step(a, k);
+      if constexpr (kPairTokens) {
+#pragma unroll
+        for (int j = 0; j < C::kKeyTiles; j += 2) {
+          uint32_t f[4];
+          ldmatrix(f, K_smem[j / 2] + k * 32);
+          Ops::mma(S_frag[j], a, f[0], f[1]);
+          Ops::mma(S_frag[j + 1], a, f[2], f[3]);
+        }
+      } else if (k % 2 == 0) {
+        uint32_t f[4], b[4];
+        ldmatrix(f, K_smem[0] + k * 32);
+        query_step(b, k + 1);
+        Ops::mma(S_frag[0], a, f[0], f[1]);
+        Ops::mma(odd, b, f[2], f[3]);
+      }
+    }
+    static_assert(C::kSteps == 2 * kCopies, "one copy every other step");
+    if (copy) copy_async_arrive(full(copy_half));
+    if constexpr (!kPairTokens) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S_frag[0][e] += odd[e];
+    }
+  }
+
+  // Gives the other warps what they need of this warp's scores ...
+  __device__ __forceinline__ void share_scores(const float (&S_frag)[C::kKeyTiles][4]) {
+    if constexpr (C::kSwapFragments) {
+      // The partner has the same rows and the other dimensions; it finishes rows 8 .. 15 of
+      // the 16 if this warp finishes 0 .. 7.
+#pragma unroll
+      for (int j = 0; j < C::kKeyTiles; j += 2) {
+        const bool low = dim_split == 0;
+        smem_store(S_swap(warp) + j / 2 * 512, low ? S_frag[j][2] : S_frag[j][0],
+                   low ? S_frag[j][3] : S_frag[j][1], low ? S_frag[j + 1][2] : S_frag[j + 1][0],
+                   low ? S_frag[j + 1][3] : S_frag[j + 1][1]);
+      }
+    } else {
+      const uint32_t to = S_smem(dim_split, row_group * 16 + lane / 4) +
+                          (token_split * C::kKeyTiles * 8 + lane % 4 * 2) * 4;
+#pragma unroll
+      for (int j = 0; j < C::kKeyTiles; ++j) {
+        smem_store(to + j * 32, S_frag[j][0], S_frag[j][1]);
+        smem_store(to + j * 32 + 8 * C::kScoreStride * 4, S_frag[j][2], S_frag[j][3]);
+      }
+    }
+  }
+
+  // ... and takes the full scores of this lane's softmax row.
+  __device__ __forceinline__ void collect_scores(float (&s)[C::kScores],
+                                                 const float (&S_frag)[C::kKeyTiles][4]) {
+    if constexpr (C::kSwapFragments) {
+#pragma unroll
+      for (int j = 0; j < C::kKeyTiles; j += 2) {
+        float x[4];
+        smem_load(x, S_swap(warp ^ C::kRowGroups) + j / 2 * 512);
+        s[2 * j] = x[0] + (dim_split ? S_frag[j][2] : S_frag[j][0]);
+        s[2 * j + 1] = x[1] + (dim_split ? S_frag[j][3] : S_frag[j][1]);
+        s[2 * j + 2] = x[2] + (dim_split ? S_frag[j + 1][2] : S_frag[j + 1][0]);
+        s[2 * j + 3] = x[3] + (dim_split ? S_frag[j + 1][3] : S_frag[j + 1][1]);
+      }
     } else {
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) S_frag[j][e] *= p.logit_scale * kLog2e;
-    }
-    if ((visible[0] & visible[1] & 0xffff) != 0xffff) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!(visible[e / 2] >> (j * 8 + lane % 4 * 2 + e % 2) & 1)) S_frag[j][e] = -INFINITY;
-    }
-  }
-
-  // Turns S into P, moves maximum and sum on, and hands P over.
-  __device__ __forceinline__ void softmax(float (&S_frag)[2][4], uint32_t tile, bool first_tile,
-                                          uint32_t handoff) {
-    float top[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      top[i] = fmaxf(fmaxf(S_frag[0][2 * i], S_frag[0][2 * i + 1]),
-                     fmaxf(S_frag[1][2 * i], S_frag[1][2 * i + 1]));
-      top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
-      top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2));
-    }
-    const uint32_t max_smem = smem + C::kMax + (row_group * 16 + lane / 4) * 4;
-    if constexpr (C::kTurns > 1) {
-      // The maximum so far comes from the warp that had the tile before.
-      if (!first_tile) {
-        barrier_wait(Base::max_full(tile - 1, row_group), Base::turn_parity(tile - 1));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float before = smem_load_float(max_smem + i * 32);
-          if (before != row_max[i]) {
-            row_sum[i] *= row_max[i] == -INFINITY ? 0.f : exp2_approx(row_max[i] - before);
-            row_max[i] = before;
-          }
-        }
+      for (int i = 0; i < C::kScores; i += 2) {
+        float x[2], y[2];
+        smem_load(x, S_smem(0, softmax_row()) + softmax_token(i) * 4);
+        smem_load(y, S_smem(1, softmax_row()) + softmax_token(i) * 4);
+        s[i] = x[0] + y[0];
+        s[i + 1] = x[1] + y[1];
       }
     }
-    float rescale[2];
-    bool changed = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rescale[i] = 1.f;
-      if (top[i] > row_max[i] + kLazyRescale || row_max[i] == -INFINITY) {
-        rescale[i] = row_max[i] == -INFINITY ? 0.f : exp2_approx(row_max[i] - top[i]);
-        row_max[i] = top[i];
-        changed = true;
-      }
-    }
-    if constexpr (C::kTurns > 1) {
-      __syncwarp();  // all lanes have read the old maximum
-      if (lane % 4 == 0) {
-        smem_store(max_smem, row_max[0]);
-        smem_store(max_smem + 32, row_max[1]);
-      }
-      barrier_arrive(Base::max_full(tile, row_group));
-    }
-    Base::wait_slot_empty(handoff);
-    const uint32_t P_smem = Base::P_smem(handoff) +
-                            (row_group * 16 + lane / 4) * C::kProbStride * 2 + lane % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float base = row_max[i] == -INFINITY ? 0.f : row_max[i];  // -inf - -inf is NaN
-      row_sum[i] *= rescale[i];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float a = exp2_approx(S_frag[j][2 * i] - base);
-        const float b = exp2_approx(S_frag[j][2 * i + 1] - base);
-        row_sum[i] += a + b;
-        smem_store(P_smem + i * 8 * C::kProbStride * 2 + j * 16, Ops::pack(a, b));
-      }
-    }
-    hand_over(handoff, rescale, changed);
   }
 
-  // Writes the rows' factors beside P and releases the slot to the value warps.
-  __device__ __forceinline__ void hand_over(uint32_t handoff, const float (&factor)[2], bool changed) {
-    if (lane % 4 == 0) {
-      const uint32_t to = Base::rescale_smem(handoff) + (row_group * 16 + lane / 4) * 4;
-      smem_store(to, factor[0]);
-      smem_store(to + 32, factor[1]);
-    }
-    const bool any = __any_sync(0xffffffffu, changed);
-    if (lane == 0) smem_store(Base::changed_smem(handoff) + row_group * 4, uint32_t{any});
-    barrier_arrive(Base::slot_full(handoff));
+  __device__ __forceinline__ uint32_t S_swap(int of_warp) const {
+    return smem + C::kS + of_warp * 1024 + lane * 16;
+  }
+  __device__ __forceinline__ uint32_t S_smem(int split, int row) const {
+    return smem + C::kS + (split * C::kRows + row) * C::kScoreStride * 4;
   }
 
-  __device__ __forceinline__ void run() {
-    const Part part = Base::get_part();
-    const RequestRows rows(p, part.request);
-    // The slots serve as scratch for Q: all that was handed over must have been read, and no
-    // warp may write P into another's scratch.
-    const uint32_t handed_over = part.begin + part.number;
-    if (handed_over > 0)
-      barrier_wait(Base::slot_empty(handed_over - 1), Base::slot_parity(handed_over - 1));
-    load_queries(rows);
-    named_barrier_sync(1, C::kScoreWarps * 32);
+  // ---- P = 2^(S - max) ------------------------------------------------------------------
 
-    int mask_row[2];
+  __device__ __forceinline__ void softmax(float (&s)[C::kScores], uint32_t visible) {
+    if (p.logit_cap > 0.f) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = Base::first_row() + row_group * 16 + lane / 4 + i * 8;
-      mask_row[i] = rows.first_token + min(row / p.num_heads, rows.num_drafts - 1);
-      row_max[i] = -INFINITY;
-      row_sum[i] = 0.f;
-    }
-    const int to_draft = part.first_position - rows.prefix_len;
-    for (uint32_t tile = part.begin + (turn - part.begin) % C::kTurns;
-         tile < part.end; tile += C::kTurns) {
-      const int first = static_cast<int>(tile * C::kTokens) + to_draft;
-      uint32_t visible[2] = {0xffffffffu, 0xffffffffu};
-      if (first > -C::kTokens) {
+      for (int i = 0; i < C::kScores; ++i)
+        s[i] = p.logit_cap * kLog2e * tanhf(s[i] * p.logit_scale / p.logit_cap);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          visible[i] = visible_bits(p.mask_bits + static_cast<int64_t>(mask_row[i]) * p.mask_words,
-                                    p.mask_words, first, rows.num_drafts);
-      }
-      barrier_wait(Base::tile_full(tile), Base::stage_parity(tile));
-      float S_frag[2][4];
-      scores(S_frag, tile);
-      mask_and_scale(S_frag, visible);
-      softmax(S_frag, tile, tile == part.begin, tile + part.number);
+      for (int i = 0; i < C::kScores; ++i) s[i] *= p.logit_scale * kLog2e;
     }
-
+    if (visible != 0xffffffffu) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
-      row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
+      for (int i = 0; i < C::kScores; ++i)
+        if (!(visible >> softmax_token(i) & 1)) s[i] = -INFINITY;
     }
-    if constexpr (C::kTurns > 1) {
-      if (!merge_turns(Base::get_part())) return;
+    float tile_max = s[0];
+#pragma unroll
+    for (int i = 1; i < C::kScores; ++i) tile_max = fmaxf(tile_max, s[i]);
+#pragma unroll
+    for (int d = 1; d < C::kLanesPerRow; d *= 2)
+      tile_max = fmaxf(tile_max, __shfl_xor_sync(0xffffffffu, tile_max, d));
+    float rescale = 1.f;
+    if (tile_max > row_max + kLazyRescale || row_max == -INFINITY) {
+      rescale = row_max == -INFINITY ? 0.f : exp2_approx(row_max - tile_max);
+      row_max = tile_max;
     }
-    finish(Base::get_part());
+    const float base = row_max == -INFINITY ? 0.f : row_max;  // -inf - -inf is NaN
+    row_sum *= rescale;
+#pragma unroll
+    for (int i = 0; i < C::kScores; ++i) {
+      s[i] = exp2_approx(s[i] - base);
+      row_sum += s[i];
+    }
+    const uint32_t to = smem + C::kP + softmax_row() * C::kProbStride * 2;
+#pragma unroll
+    for (int i = 0; i < C::kScores; i += 2)
+      smem_store(to + softmax_token(i) * 2, Ops::pack(s[i], s[i + 1]));
+    if (softmax_lane() == 0) smem_store(rescale_smem(softmax_row()), rescale);
   }
 
-  // Brings the turns' sums to the last maximum and adds them up, in the order of the turns.
-  // False for all warps of a row group but one.
-  __device__ __forceinline__ bool merge_turns(const Part& part) {
-    const uint32_t last_tile = part.end - 1;
-    const uint32_t max_smem = smem + C::kMax + (row_group * 16 + lane / 4) * 4;
-    const uint32_t sum_smem = smem + C::kSum + (row_group * 16 + lane / 4) * 4;
-    barrier_wait(Base::max_full(last_tile, row_group), Base::turn_parity(last_tile));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float top = smem_load_float(max_smem + i * 32);
-      if (row_max[i] != top)
-        row_sum[i] *= row_max[i] == -INFINITY ? 0.f : exp2_approx(row_max[i] - top);
-      row_max[i] = top;
-      if (lane % 4 == 0) smem_store(sum_smem + (turn * C::kRows + i * 8) * 4, row_sum[i]);
-    }
-    barrier_arrive(Base::sums_full(row_group));
-    barrier_wait(Base::sums_full(row_group), part.number & 1);
-    if (turn != 0) return false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      row_sum[i] = 0.f;
-#pragma unroll
-      for (int u = 0; u < C::kTurns; ++u)
-        row_sum[i] += smem_load_float(sum_smem + (u * C::kRows + i * 8) * 4);
-    }
-    return true;
+  // What O is multiplied by before P V is added, for each row.
+  __device__ __forceinline__ uint32_t rescale_smem(int row) const {
+    return smem + C::kRescale + row * 4;
   }
 
-  // Stores the rows' log-sum-exp and hands over what makes O the result.
-  __device__ __forceinline__ void finish(const Part& part) {
-    const RequestRows rows(p, part.request);
-    float factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      factor[i] = row_sum[i] > 0.f ? p.value_scale / row_sum[i] : 0.f;
-      const float lse = row_sum[i] > 0.f ? row_max[i] + log2f(row_sum[i]) : -INFINITY;
-      const int r = row_group * 16 + lane / 4 + i * 8;
-      if (lane % 4 == 0) {
-        if (!part.whole)
-          p.partial_lse[part.partial(p) * C::kRows + r] = lse;
-        else if (Base::first_row() + r < rows.num_queries(p))
-          p.lse[static_cast<int64_t>(rows.first_token) * p.num_heads +
-                Base::first_row() + r] = lse * kLn2;
-      }
-    }
-    Base::wait_slot_empty(part.end + part.number);
-    hand_over(part.end + part.number, factor, true);
-  }
-};
+  // ---- O += P V -------------------------------------------------------------------------
 
-// ---- value warps --------------------------------------------------------------------------
-
-template <class Config>
-struct ValueWarp : VerifyBlock<Config> {
-  using C = Config;
-  using Base = VerifyBlock<Config>;
-  using typename Base::Ops;
-  using Base::lane;
-  using Base::p;
-  using Base::smem;
-
-  const int warp;              // 0 .. 7
-  float O_frag[C::kRowGroups][C::kValueTiles][4];
-
-  __device__ __forceinline__ ValueWarp(const VerifyParams& params, unsigned char* shared)
-      : Base(params, shared), warp(threadIdx.x / 32 - C::kScoreWarps) {}
-
-  // -- copies: a warp has 2 rows of a tile, 16 lanes each ------------------------------------
-
-  static_assert(C::kTokens == 2 * C::kValueWarps, "two rows a warp");
-  // Where the row lies that this lane has a share in: looked up a tile ahead of its copy.
-  __device__ __forceinline__ int copy_place(const RequestRows& rows, int first_position) const {
-    return rows.locate(p, first_position + warp * 2 + lane / 16);
-  }
-  __device__ __forceinline__ void copy_tile(uint32_t tile, int place) const {
-    Base::wait_tile_empty(tile);
-    const char* from = row_address(p, place) + lane % 16 * 16;
-    const uint32_t to = Base::KV_smem(tile) + (warp * 2 + lane / 16) * kRowStride + lane % 16 * 16;
-#pragma unroll
-    for (int c = 0; c < kRowChunks / 16; ++c) copy_async_16B(to + c * 256, from + c * 256);
-    constexpr int kRest = kRowChunks / 16 * 16;  // 72 chunks: 4 a lane, and 8 for half the lanes
-    if (lane % 16 < kRowChunks - kRest) copy_async_16B(to + kRest * 16, from + kRest * 16);
-    copy_async_arrive(Base::tile_full(tile));
-  }
-
-  // -- O += P V -----------------------------------------------------------------------------
-
-  // Multiplies the rows of O by the factors of a hand-off.
-  __device__ __forceinline__ void scale_output(uint32_t handoff) {
-    const uint32_t factor = Base::rescale_smem(handoff) + lane / 4 * 4;
+  __device__ __forceinline__ void scale_output() {
 #pragma unroll
     for (int m = 0; m < C::kRowGroups; ++m) {
-      const float low = smem_load_float(factor + m * 64);
-      const float high = smem_load_float(factor + m * 64 + 32);
+      const float low = smem_load_float(rescale_smem(m * 16 + lane / 4));
+      const float high = smem_load_float(rescale_smem(m * 16 + lane / 4 + 8));
 #pragma unroll
       for (int j = 0; j < C::kValueTiles; ++j) {
         O_frag[m][j][0] *= low;
@@ -569,108 +400,102 @@ struct ValueWarp : VerifyBlock<Config> {
     }
   }
 
-  __device__ __forceinline__ void rescale_if_changed(uint32_t handoff) {
-    uint32_t any = 0;
+  __device__ __forceinline__ void accumulate(uint32_t tile) {
+    bool changed = false;
 #pragma unroll
-    for (int m = 0; m < C::kRowGroups; ++m) any |= smem_load_word(Base::changed_smem(handoff) + m * 4);
-    if (any) scale_output(handoff);
-  }
+    for (int m = 0; m < C::kRows; m += 8)
+      changed |= smem_load_float(rescale_smem(m + lane / 4)) != 1.f;
+    if (__any_sync(0xffffffffu, changed)) scale_output();
 
-  __device__ __forceinline__ void accumulate(uint32_t tile, uint32_t handoff) {
     const uint32_t P_smem =
-        Base::P_smem(handoff) + lane % 16 * C::kProbStride * 2 + lane / 16 * 16;
-    const uint32_t V_smem = Base::KV_smem(tile) + lane % 16 * kRowStride + p.latent_offset +
+        smem + C::kP + lane % 16 * C::kProbStride * 2 + lane / 16 * 16;
+    const uint32_t offset = lane % 16 * kRowStride + p.latent_offset +
                             warp * C::kValueTiles * 16 + lane / 16 * 16;
-    uint32_t P_frag[C::kRowGroups][4];
 #pragma unroll
-    for (int m = 0; m < C::kRowGroups; ++m)
-      ldmatrix(P_frag[m], P_smem + m * 16 * C::kProbStride * 2);
-#pragma unroll
-    for (int j = 0; j < C::kValueTiles; j += 2) {
-      uint32_t f[4];
-      ldmatrix_trans(f, V_smem + j * 16);
-#pragma unroll
-      for (int m = 0; m < C::kRowGroups; ++m) {
-        Ops::mma(O_frag[m][j], P_frag[m], f[0], f[1]);
-        Ops::mma(O_frag[m][j + 1], P_frag[m], f[2], f[3]);
-      }
-    }
-  }
-
-  // -- one part -----------------------------------------------------------------------------
-
-  __device__ __forceinline__ void run() {
-    const Part part = Base::get_part();
-    const RequestRows rows(p, part.request);
-    // The rows' places are looked up before they are needed: here for all stages at once, in
-    // the loop a tile ahead.
-    const auto look_up = [&](uint32_t tile) {
-      return copy_place(rows, tile * C::kTokens + part.first_position);
-    };
-    int places[C::kStages];
-#pragma unroll
-    for (int i = 0; i < C::kStages; ++i) places[i] = look_up(part.begin + i);
-#pragma unroll
-    for (int i = 0; i < C::kStages; ++i)
-      if (part.begin + i < part.end) copy_tile(part.begin + i, places[i]);
-    int place = look_up(part.begin + C::kStages);
-#pragma unroll
-    for (int m = 0; m < C::kRowGroups; ++m)
-#pragma unroll
-      for (int j = 0; j < C::kValueTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) O_frag[m][j][e] = 0.f;
-
-    for (uint32_t tile = part.begin; tile < part.end; ++tile) {
-      const uint32_t handoff = tile + part.number;
-      barrier_wait(Base::tile_full(tile), Base::stage_parity(tile));
-      barrier_wait(Base::slot_full(handoff), Base::slot_parity(handoff));
-      rescale_if_changed(handoff);
-      accumulate(tile, handoff);
-      barrier_arrive(Base::slot_empty(handoff));
-      barrier_arrive(Base::tile_empty(tile));
-      // Into the stage of the tile before: the other warps are done with it, or nearly.
-      const uint32_t next = tile - 1 + C::kStages;
-      if (tile > part.begin && next < part.end) {
-        copy_tile(next, place);
-        place = look_up(next + 1);
-      }
-    }
-    const uint32_t last = part.end + part.number;
-    barrier_wait(Base::slot_full(last), Base::slot_parity(last));
-    scale_output(last);
-    barrier_arrive(Base::slot_empty(last));
-    store(Base::get_part());
-  }
-
-  __device__ __forceinline__ void store(const Part& part) const {
-    if (part.whole) {
-      const RequestRows rows(p, part.request);
+    for (int k = 0; k < 2; ++k) {  // the tile's halves
+      const uint32_t V_smem = KV_smem(2 * tile + k) + offset;
+      uint32_t P_frag[C::kRowGroups][4];
 #pragma unroll
       for (int m = 0; m < C::kRowGroups; ++m)
-        store_rows(rows, Base::first_row() + m * 16 + lane / 4, O_frag[m]);
-      return;
+        ldmatrix(P_frag[m], P_smem + m * 16 * C::kProbStride * 2 + k * 32);
+#pragma unroll
+      for (int j = 0; j < C::kValueTiles; j += 2) {
+        uint32_t f[4];
+        ldmatrix_trans(f, V_smem + j * 16);
+#pragma unroll
+        for (int m = 0; m < C::kRowGroups; ++m) {
+          Ops::mma(O_frag[m][j], P_frag[m], f[0], f[1]);
+          Ops::mma(O_frag[m][j + 1], P_frag[m], f[2], f[3]);
+        }
+      }
     }
-    // Fragment order, 512 contiguous bytes a warp: the combine reads it the same way.
-    uint4* to = static_cast<uint4*>(p.partial_out) +
-                part.partial(p) * (C::kRows * kLatentDim * 2 / 16) +
-                warp * (C::kRowGroups * C::kValueTiles / 2) * 32 + lane;
-#pragma unroll
-    for (int m = 0; m < C::kRowGroups; ++m)
-#pragma unroll
-      for (int j = 0; j < C::kValueTiles; j += 2)
-        to[(m * C::kValueTiles + j) / 2 * 32] =
-            make_uint4(Ops::pack(O_frag[m][j][0], O_frag[m][j][1]),
-                       Ops::pack(O_frag[m][j][2], O_frag[m][j][3]),
-                       Ops::pack(O_frag[m][j + 1][0], O_frag[m][j + 1][1]),
-                       Ops::pack(O_frag[m][j + 1][2], O_frag[m][j + 1][3]));
   }
 
-  __device__ __forceinline__ void store_rows(const RequestRows& rows, int row,
-                                             const float (&d)[C::kValueTiles][4]) const {
+  // ---- results --------------------------------------------------------------------------
+
+  // The block's segment waits in shared memory while it runs, when registers are scarce.
+  __device__ __forceinline__ void keep(const Segment& segment) const {
+    const uint32_t* word = reinterpret_cast<const uint32_t*>(&segment);
+    if (threadIdx.x == 0)
+#pragma unroll
+      for (int i = 0; i < int(sizeof(Segment) / 4); ++i)
+        smem_store(smem + C::kSegment + i * 4, word[i]);
+  }
+  __device__ __forceinline__ Segment kept() const {
+    Segment segment;
+    uint32_t* word = reinterpret_cast<uint32_t*>(&segment);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Segment) / 4); ++i)
+      word[i] = smem_load_word(smem + C::kSegment + i * 4);
+    return segment;
+  }
+
+  __device__ __forceinline__ void store() {
+    const Segment segment = kept();
+#pragma unroll
+    for (int d = 1; d < C::kLanesPerRow; d *= 2)
+      row_sum += __shfl_xor_sync(0xffffffffu, row_sum, d);
+    const RequestRows rows(p, segment.request);
+    const int64_t slot = partial_slot(p, blockIdx.y, blockIdx.x, segment.first);
     const int num_rows = rows.num_queries(p);
+    __syncthreads();  // every warp has read the last tile's rescale factors
+    if (softmax_lane() == 0) {
+      const int r = softmax_row();
+      smem_store(rescale_smem(r), row_sum > 0.f ? p.value_scale / row_sum : 0.f);
+      const float lse = row_sum > 0.f ? row_max + log2f(row_sum) : -INFINITY;
+      if (!segment.whole)
+        p.partial_lse[slot * C::kRows + r] = lse;
+      else if (first_row() + r < num_rows)
+        p.lse[static_cast<int64_t>(rows.first_token) * p.num_heads + first_row() + r] = lse * kLn2;
+    }
+    __syncthreads();  // the factors are there
+    scale_output();
+
+    if (segment.whole) {
+#pragma unroll
+      for (int m = 0; m < C::kRowGroups; ++m)
+        store_rows(rows, first_row() + m * 16 + lane / 4, num_rows, warp * C::kValueTiles * 8,
+                   O_frag[m]);
+    } else {
+      // Fragment order, 512 contiguous bytes a warp: the combine reads it the same way.
+      uint4* to = static_cast<uint4*>(p.partial_out) + slot * (C::kRows * kLatentDim * 2 / 16) +
+                  warp * (C::kRowGroups * C::kValueTiles / 2) * 32 + lane;
+#pragma unroll
+      for (int m = 0; m < C::kRowGroups; ++m)
+#pragma unroll
+        for (int j = 0; j < C::kValueTiles; j += 2)
+          to[(m * C::kValueTiles + j) / 2 * 32] =
+              make_uint4(Ops::pack(O_frag[m][j][0], O_frag[m][j][1]),
+                         Ops::pack(O_frag[m][j][2], O_frag[m][j][3]),
+                         Ops::pack(O_frag[m][j + 1][0], O_frag[m][j + 1][1]),
+                         Ops::pack(O_frag[m][j + 1][2], O_frag[m][j + 1][3]));
+    }
+  }
+
+  __device__ __forceinline__ void store_rows(const RequestRows& rows, int row, int num_rows,
+                                             int column, const float (&d)[C::kValueTiles][4]) {
     char* to = p.out + ((static_cast<int64_t>(rows.first_token) * p.num_heads + row) * kLatentDim +
-                        warp * C::kValueTiles * 8 + lane % 4 * 2) * 2;
+                        column + lane % 4 * 2) * 2;
 #pragma unroll
     for (int j = 0; j < C::kValueTiles; ++j) {
       if (row < num_rows) *reinterpret_cast<uint32_t*>(to + j * 16) = Ops::pack(d[j][0], d[j][1]);
@@ -679,37 +504,85 @@ struct ValueWarp : VerifyBlock<Config> {
             Ops::pack(d[j][2], d[j][3]);
     }
   }
-};
 
-// ---- the kernel ---------------------------------------------------------------------------
+  // ---- one request's tiles --------------------------------------------------------------
 
-// Calls `role.run` for each part that a block has.
-template <class Config, class Role>
-__device__ __forceinline__ void for_each_part(const VerifyParams& p, Role& role) {
-  Part part = {};
-  while (true) {
-    const Schedule<Config::kTokens> schedule(p);
-    const int at = schedule.begin(blockIdx.y) + part.done;
-    const int left = schedule.begin(blockIdx.y + 1) - at;
-    if (left <= 0) return;
-    int tile_in_request;
-    schedule.locate(p, at, part.request, tile_in_request);
-    const int request_tiles = schedule.tiles_of(p, part.request);
-    const int count = min(request_tiles - tile_in_request, left);
-    part.first = part.done == 0;
-    part.done += count;
-    // A request smaller than the largest has fewer row tiles.
-    if (blockIdx.x * Config::kRows >= RequestRows(p, part.request).num_queries(p)) continue;
-    part.end = part.begin + count;
-    part.first_position = (tile_in_request - static_cast<int>(part.begin)) * Config::kTokens;
-    part.whole = count == request_tiles;
-    role.put_part(part);
-    role.run();
-    part = role.get_part();
-    part.begin = part.end;
-    ++part.number;
+  // The block's first query row in a request.
+  __device__ __forceinline__ int first_row() const { return blockIdx.x * C::kRows; }
+
+  __device__ __forceinline__ void run(const Segment& segment) {
+    const RequestRows rows(p, segment.request);
+
+    const int mask_row = rows.first_token +
+                         min((first_row() + softmax_row()) / p.num_heads, rows.num_drafts - 1);
+
+    __syncthreads();  // the previous segment's last reads of shared memory are over
+    keep(segment);
+    // Block tile n is the request's tile n + to_request.
+    const int to_request = segment.tile_begin - tiles_before;
+    const uint32_t end = tiles_before + segment.tile_end - segment.tile_begin;
+    // This warp's halves: tile by tile, as many ahead as there are stages for.
+    const int ahead = (C::kStages - copy_half() + 1) / 2;
+    const auto copy_of = [&](uint32_t tile) { return 2 * tile + copy_half(); };
+    int places[(C::kStages + 1) / 2];
+#pragma unroll
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
+      places[i] = copy_place(rows, segment.tile_begin + i);
+    load_queries(rows);
+    copy_async_commit();
+#pragma unroll
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
+      if (tiles_before + i < end && 2 * i + copy_half() < C::kStagesBesideQ)
+        copy(copy_of(tiles_before + i), places[i]);
+    copy_async_commit();
+    copy_async_wait<1>();
+    __syncthreads();  // Q is there
+    queries_to_fragments();
+    __syncthreads();  // Q has been read: its place may take tiles
+#pragma unroll
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
+      if (tiles_before + i < end && 2 * i + copy_half() >= C::kStagesBesideQ && i < ahead)
+        copy(copy_of(tiles_before + i), places[i]);
+    int place = copy_place(rows, segment.tile_begin + ahead);
+#pragma unroll
+    for (int m = 0; m < C::kRowGroups; ++m)
+#pragma unroll
+      for (int j = 0; j < C::kValueTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) O_frag[m][j][e] = 0.f;
+    row_max = -INFINITY;
+    row_sum = 0.f;
+
+    for (const uint32_t begin = tiles_before; tiles_before < end; ++tiles_before) {
+      const uint32_t tile = tiles_before;
+      wait_full(tile);
+      float S_frag[C::kKeyTiles][4];
+      // The stage of the tile before this one takes a later half.
+      const uint32_t next = tile - 1 + ahead;
+      const bool copy_now = C::kCopyInScores && tile > begin && next < end;
+      scores(S_frag, tile, copy_now, copy_of(next), place);
+      share_scores(S_frag);
+      if (copy_now) place = copy_place(rows, next + 1 + to_request);
+      __syncthreads();  // all parts of S are there; all warps are done with the last P
+      float s[C::kScores];
+      collect_scores(s, S_frag);
+      uint32_t visible = 0xffffffffu;
+      const int first = static_cast<int>(tile + to_request) * C::kTokens - rows.prefix_len;
+      if (first > -C::kTokens)  // else all prefix
+        visible = visible_bits(p.mask_bits + static_cast<int64_t>(mask_row) * p.mask_words,
+                               p.mask_words, first, rows.num_drafts);
+      softmax(s, visible);
+      __syncthreads();  // P and its factors are there; S may be overwritten
+      accumulate(tile);
+      release(tile);
+      if (!C::kCopyInScores && tile + ahead < end) {
+        copy(copy_of(tile + ahead), place);
+        place = copy_place(rows, tile + ahead + 1 + to_request);
+      }
+    }
+    store();
   }
-}
+};
 
 // Grid (row_tiles, groups). Row tiles vary fastest: the blocks of one group read the same
 // cache rows at about the same time, so that all but one find them in L2.
@@ -719,13 +592,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(16) unsigned char smem[];
   grid_dependency_wait();
   grid_dependency_release();
-  VerifyBlock<Config>(p, smem).init_barriers();
-  if (threadIdx.x < Config::kScoreWarps * 32) {
-    ScoreWarp<Config> role(p, smem);
-    for_each_part<Config>(p, role);
-  } else {
-    ValueWarp<Config> role(p, smem);
-    for_each_part<Config>(p, role);
+  VerifyBlock<Config> block(p, smem);
+  block.init_barriers();
+  // What can be computed again is, after each segment: while one runs, registers are scarce.
+  Segment segment = {};
+  while (true) {
+    const Schedule<Config::kTokens> schedule(p);
+    const int tile = schedule.begin(blockIdx.y) + segment.done;
+    const int left = schedule.begin(blockIdx.y + 1) - tile;
+    if (left <= 0) return;
+    schedule.locate(p, tile, segment.request, segment.tile_begin);
+    const int request_tiles = schedule.tiles_of(p, segment.request);
+    const int count = min(request_tiles - segment.tile_begin, left);
+    segment.tile_end = segment.tile_begin + count;
+    segment.whole = count == request_tiles;
+    segment.first = segment.done == 0;
+    segment.done += count;
+    // A request smaller than the largest has fewer row tiles.
+    if (block.first_row() >= RequestRows(p, segment.request).num_queries(p)) continue;
+    block.run(segment);
+    segment.done = block.kept().done;
   }
 }
 
