@@ -425,6 +425,11 @@ TILE_ROWS = (16, 32, 64)
 MAX_GROUPS = 512
 
 
+def _combine_smem(split: int) -> int:
+    """Combine::smem_bytes of combine.cuh for the most work groups."""
+    return (8 * 8 * 32 * 4 if split > 1 else 0) + 64 * MAX_GROUPS
+
+
 def report(arch: str = "sm_120") -> list[KernelReport]:
     """Compiles every kernel for ``arch`` and reads its resources. Needs no GPU.
 
@@ -457,7 +462,7 @@ def report(arch: str = "sm_120") -> list[KernelReport]:
             found = re.search(pattern, text)
             return int(found[1]) if found else 0
 
-        dynamic = smem[rows] if kernel == "tree_verify" else 64 * MAX_GROUPS
+        dynamic = smem[rows] if kernel == "tree_verify" else _combine_smem(split)
         reports.append(KernelReport(
             kernel=kernel, dtype=dtype, rows=rows, split=split, arch=arch,
             registers=number(r"Used (\d+) registers"),

@@ -30,12 +30,15 @@ class LaunchPlan:
         groups: work groups that the KV tiles of the batch are shared out to, evenly. The grid
             is ``row_tiles * groups`` blocks.
         combine_split: warps that share out the partial results of one output fragment.
+        fused: the verify kernel merges partial results itself, its blocks waiting for one
+            another; else a second kernel does.
     """
 
     rows: int
     row_tiles: int
     groups: int
     combine_split: int
+    fused: bool
 
     @property
     def partials(self) -> int:
@@ -61,6 +64,7 @@ def plan(
     *,
     rows: int | None = None,
     groups: int | None = None,
+    fused: bool | None = None,
 ) -> LaunchPlan:
     """Chooses a launch from capacities.
 
@@ -71,7 +75,7 @@ def plan(
 
     Args:
         sms: multiprocessors of the GPU.
-        rows, groups: override the choice.
+        rows, groups, fused: override the choice.
 
     Raises:
         ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 512.
@@ -96,9 +100,14 @@ def plan(
                 best, groups = busy, candidate
     elif not 1 <= groups <= build.MAX_GROUPS:
         raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
+    if fused is None:
+        # Merging is then one or two units of 16 rows x 16 columns a block; with more, a second
+        # kernel with more blocks is faster. All blocks must be running at once.
+        units = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
+        fused = groups > 1 and row_tiles * groups <= sms and units <= 2 * row_tiles * groups
     a_request = groups / batch_size
     split = 8 if a_request >= 24 else 4 if a_request >= 8 else 1
-    return LaunchPlan(rows, row_tiles, groups, split)
+    return LaunchPlan(rows, row_tiles, groups, split, fused)
 
 
 @functools.cache
@@ -188,11 +197,11 @@ def verify_attention_cuda(
     p.num_heads, p.batch_size = num_heads, batch.batch_size
     p.page_shift = batch.page_size.bit_length() - 1
     p.latent_offset = size * layout.latent_offset
-    p.groups, p.row_tiles = launch.groups, launch.row_tiles
+    p.groups, p.row_tiles, p.fused = launch.groups, launch.row_tiles, launch.fused
     p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
     with torch.cuda.device(index):
         module.tree_verify(
-            p, rows=launch.rows, half=q_latent.dtype == torch.float16, merge=launch.groups > 1,
+            p, rows=launch.rows, half=q_latent.dtype == torch.float16,
             dependent=dependent, combine_split=launch.combine_split,
             stream=torch.cuda.current_stream(index).cuda_stream,
         )

@@ -83,7 +83,8 @@ def describe(line: str, seen: set[str]) -> tuple[str, bool] | None:
         return f"downloading {name}, {match[2]} ({len(seen)} packages so far)", big
     if line.startswith("Installing collected packages:"):
         count = line.count(",") + 1
-        return f"unpacking {count} packages: takes a minute or two and prints nothing", True
+        patience = ": takes a minute or two and prints nothing" if count > 20 else ""
+        return f"unpacking {count} package{'' if count == 1 else 's'}{patience}", True
     return None
 
 

@@ -69,13 +69,12 @@ class Failure:
     """What went wrong in which cell: `index` counts all cells from 1, `number` is In [n]."""
 
     index: int
-    number: int | None
+    number: int
     source: str
     error: str
 
     def __str__(self) -> str:
-        prompt = "" if self.number is None else f" (In [{self.number}])"
-        return f"cell {self.index}{prompt}: {self.error}"
+        return f"cell {self.index} (In [{self.number}]): {self.error}"
 
 
 @dataclasses.dataclass
@@ -178,13 +177,15 @@ def execute(
     notebook.metadata.pop("widgets", None)
     failures: list[Failure] = []
     reported: set[str] = set()  # widgets whose trouble has been said
-    current: list[tuple[int, NotebookNode]] = []
+    begun: list[tuple[int, NotebookNode]] = []
 
     def fail(index: int, cell: NotebookNode, error: str) -> None:
-        failures.append(Failure(index + 1, cell.execution_count, one_line(cell.source), error))
+        # Counted here: a kernel that dies may not have told the cell's number yet.
+        number = [i for i, _ in begun].index(index) + 1
+        failures.append(Failure(index + 1, number, one_line(cell.source), error))
 
     def begin(cell: NotebookNode, cell_index: int) -> None:
-        current[:] = [(cell_index, cell)]
+        begun.append((cell_index, cell))
 
     def finish(cell: NotebookNode, cell_index: int, execute_reply: dict[str, Any]) -> None:
         tags = cell.metadata.get("tags", [])
@@ -216,16 +217,16 @@ def execute(
             client.execute(env=environment)
     except CellExecutionError as error:
         if not failures:  # normally `finish` has seen the error's output already
-            fail(*current[-1], one_line(f"{error.ename}: {error.evalue}"))
+            fail(*begun[-1], one_line(f"{error.ename}: {error.evalue}"))
     except CellTimeoutError:
-        fail(*current[-1], f"took longer than {timeout:g} s and was stopped")
+        fail(*begun[-1], f"took longer than {timeout:g} s and was stopped")
     except (DeadKernelError, AssertionError) as error:
         # On Ctrl-C nbclient ends the kernel under its own feet and stumbles over that.
         if getattr(client, "_async_cleanup_kernel_future", None):
             raise KeyboardInterrupt from None
         if isinstance(error, AssertionError):
             raise
-        fail(*current[-1], "the kernel died (killed for memory, or a crash in native code)")
+        fail(*begun[-1], "the kernel died (killed for memory, or a crash in native code)")
     seconds = time.monotonic() - began
     freeze_widgets(notebook, client.widget_state)
     return Result(path, notebook, failures, seconds)

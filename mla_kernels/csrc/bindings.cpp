@@ -23,7 +23,8 @@ T* pointer(std::uintptr_t address) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::class_<mla::VerifyParams>(m, "VerifyParams")
+  // Local to the module: builds for several architectures may be loaded side by side.
+  py::class_<mla::VerifyParams>(m, "VerifyParams", py::module_local())
       .def(py::init([] { return mla::VerifyParams{}; }))
 #define POINTER(name)                                                                  \
   .def_property(                                                                       \
@@ -40,19 +41,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           VALUE(q_rope_token_stride) VALUE(q_rope_head_stride)
           VALUE(kv_row_stride) VALUE(draft_row_stride)
           VALUE(num_heads) VALUE(batch_size) VALUE(page_shift) VALUE(mask_words)
-          VALUE(latent_offset) VALUE(groups) VALUE(row_tiles)
+          VALUE(latent_offset) VALUE(groups) VALUE(row_tiles) VALUE(fused)
           VALUE(logit_scale) VALUE(logit_cap) VALUE(value_scale);
 #undef POINTER
 #undef VALUE
   m.def(
       "tree_verify",
-      [](const mla::VerifyParams& params, int rows, bool half, bool merge, bool dependent,
+      [](const mla::VerifyParams& params, int rows, bool half, bool dependent,
          int combine_split, std::uintptr_t stream) {
-        const mla::LaunchShape shape{rows, half, merge, dependent, combine_split};
+        const mla::LaunchShape shape{rows, half, dependent, combine_split};
         if (const int code = launch_tree_verify(params, shape, pointer<void>(stream)))
           throw std::runtime_error(std::string("tree_verify launch failed: ") +
                                    describe_cuda_error(code));
       },
-      py::arg("params"), py::kw_only(), py::arg("rows"), py::arg("half"), py::arg("merge"),
+      py::arg("params"), py::kw_only(), py::arg("rows"), py::arg("half"),
       py::arg("dependent"), py::arg("combine_split"), py::arg("stream"));
 }

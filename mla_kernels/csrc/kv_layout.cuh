@@ -34,26 +34,35 @@ struct RequestRows {
     return num_drafts * p.num_heads;
   }
 
-  // Where the row of a position lies: a slot of the pool, or ~token for a row of draft_kv.
+  // A row is found in two steps, so that a kernel can look up a row well before it copies it
+  // and not wait for the answer: `look_up` loads an index, `address` is the first to use it.
   // Positions past the end give the last row: they are masked, but what is multiplied by
   // their zero weight must be a number, and only referenced rows are sure to hold one.
-  __device__ __forceinline__ int locate(const VerifyParams& p, int position) const {
-    position = min(position, prefix_len + num_drafts - 1);
-    if (position < prefix_len) {
-      const int page = p.kv_indices[first_page + (position >> p.page_shift)];
-      return (page << p.page_shift) + (position & ((1 << p.page_shift) - 1));
+  __device__ __forceinline__ int clamp(int position) const {
+    return min(position, prefix_len + num_drafts - 1);
+  }
+  __device__ __forceinline__ int look_up(const VerifyParams& p, int position) const {
+    position = clamp(position);
+    const int* from = p.kv_indices + first_page + (position >> p.page_shift);
+    if (position >= prefix_len) {
+      if (!p.draft_slots) return 0;
+      from = p.draft_slots + first_token + position - prefix_len;
     }
-    const int token = first_token + position - prefix_len;
-    return p.draft_slots ? p.draft_slots[token] : ~token;
+    return *from;
+  }
+  // 64-bit offsets: 2^31 elements are passed at slot 3,728,271.
+  __device__ __forceinline__ const char* address(const VerifyParams& p, int position,
+                                                 int looked_up) const {
+    position = clamp(position);
+    if (position < prefix_len) {
+      const int64_t slot = (static_cast<int64_t>(looked_up) << p.page_shift) +
+                           (position & ((1 << p.page_shift) - 1));
+      return p.kv_pool + slot * p.kv_row_stride;
+    }
+    return p.draft_slots ? p.kv_pool + looked_up * p.kv_row_stride
+                         : p.draft_kv + (first_token + position - prefix_len) * p.draft_row_stride;
   }
 };
-
-// The row that RequestRows::locate found. 64-bit offsets: 2^31 elements are passed at slot
-// 3,728,271.
-__device__ __forceinline__ const char* row_address(const VerifyParams& p, int place) {
-  return place >= 0 ? p.kv_pool + place * p.kv_row_stride
-                    : p.draft_kv + ~place * p.draft_row_stride;
-}
 
 // Which of 32 consecutive positions a draft token sees, as bits. `first` is the first
 // position's number among the drafts: negative in the prefix, which every token sees.

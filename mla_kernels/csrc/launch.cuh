@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "combine.cuh"
+#include "tree_verify.cuh"
 
 namespace mla {
 
@@ -28,9 +29,9 @@ cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cuda
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(p.row_tiles * CombineConfig<Config, kSplit>::kBlocksPerTile, p.batch_size);
+  config.gridDim = dim3(p.row_tiles * Combine<Config, kSplit>::kUnitsPerTile, p.batch_size);
   config.blockDim = dim3(256);
-  config.dynamicSmemBytes = static_cast<size_t>(p.groups) * 16 * sizeof(float);
+  config.dynamicSmemBytes = Combine<Config, kSplit>::smem_bytes(p.groups);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = shape.dependent ? 1 : 0;
@@ -40,10 +41,18 @@ cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cuda
 template <class Config>
 cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
   if (cudaError_t e = allow_shared_memory<Config>()) return e;
-  tree_verify<Config>
-      <<<dim3(p.row_tiles, p.groups), Config::kThreads, Config::kSmemBytes, stream>>>(p);
-  if (cudaError_t e = cudaGetLastError()) return e;
-  if (!shape.merge) return cudaSuccess;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.row_tiles, p.groups);
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Config::kSmemBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = p.fused ? 1 : 0;
+  if (cudaError_t e = cudaLaunchKernelEx(&config, tree_verify<Config>, p)) return e;
+  if (p.groups == 1 || p.fused) return cudaSuccess;  // nothing to merge, or merged already
   switch (shape.combine_split) {
     case 8: return launch_combine<Config, 8>(p, shape, stream);
     case 4: return launch_combine<Config, 4>(p, shape, stream);

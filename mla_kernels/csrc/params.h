@@ -32,6 +32,7 @@ struct VerifyParams {
   int latent_offset;           // in bytes: 0 (latent first) or 128 (rope first)
   int groups;                  // work groups that the batch's tiles are shared out to
   int row_tiles;               // row tiles of the largest request
+  int fused;                   // the verify kernel merges partial results itself
   float logit_scale;           // sm_scale * k_scale
   float logit_cap;             // 0: none
   float value_scale;           // v_scale
@@ -41,7 +42,6 @@ struct VerifyParams {
 struct LaunchShape {
   int rows;            // kRows: 16, 32 or 64
   bool half;           // fp16 elements instead of bf16
-  bool merge;          // whether a combine may be needed: more than one work group
   bool dependent;      // launch the combine as a programmatic dependent (sm_90 and later)
   int combine_split;   // warps a fragment in the combine: 1, 4 or 8
 };

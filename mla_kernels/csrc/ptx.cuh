@@ -196,6 +196,13 @@ __device__ __forceinline__ void grid_dependency_release() {
 #endif
 }
 
+// Makes a value opaque to the compiler. Two uses: it keeps the addresses of a series of copies in
+// registers instead of computing each anew, which would wait for the one before to be read; and
+// it keeps what depends on a value from being computed long before it is needed, and spilled.
+__device__ __forceinline__ void pin(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void pin(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void pin(const char*& x) { asm volatile("" : "+l"(x)); }
+
 // ---- arithmetic -------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -10,6 +10,9 @@
 //   O += P V     a warp takes all rows and 64 of the 512 value columns, O in registers
 #pragma once
 
+#include <cooperative_groups.h>
+
+#include "combine.cuh"
 #include "kv_layout.cuh"
 #include "ptx.cuh"
 #include "schedule.cuh"
@@ -81,7 +84,7 @@ struct VerifyBlock {
 
   const VerifyParams& p;
   const uint32_t smem;         // base address in shared memory
-  const int lane, warp;
+  int lane, warp;
   uint32_t tiles_before;       // of earlier segments: tile n of the block lies in stage n % 2
   // The warp's part of S = Q K^T.
   const int row_group, dim_split, token_split;
@@ -118,6 +121,11 @@ struct VerifyBlock {
 
   __device__ __forceinline__ uint32_t KV_smem(uint32_t half) const {
     return smem + C::kKV + half % C::kStages * C::kStageBytes;
+  }
+  // Half 0 or 1 of a tile. With an even number of stages they lie side by side.
+  __device__ __forceinline__ uint32_t KV_smem(uint32_t tile, int half) const {
+    return C::kStages % 2 ? KV_smem(2 * tile + half)
+                          : KV_smem(2 * tile) + half * C::kStageBytes;
   }
   // Its copies have landed.
   __device__ __forceinline__ uint32_t full(uint32_t half) const {
@@ -156,17 +164,18 @@ struct VerifyBlock {
   __device__ __forceinline__ uint32_t copy_target(uint32_t half) const {
     return KV_smem(half) + (warp % 4 * 4 + lane / 8) * kRowStride + lane % 8 * 16;
   }
-  // Where the lane's row of a tile lies; looked up before it is copied.
-  __device__ __forceinline__ int copy_place(const RequestRows& rows, int tile) const {
-    return rows.locate(p, tile * C::kTokens + warp * 4 + lane / 8);
+  // The position of the lane's row of a tile (of the request's).
+  __device__ __forceinline__ int copy_position(int tile) const {
+    return tile * C::kTokens + warp * 4 + lane / 8;
   }
   __device__ __forceinline__ void wait_empty(uint32_t half) const {
     if (half >= C::kStages) barrier_wait(empty(half), parity(half - C::kStages));
   }
-  __device__ __forceinline__ void copy(uint32_t half, int place) const {
+  __device__ __forceinline__ void copy(uint32_t half, const char* from) const {
     wait_empty(half);
-    const char* from = row_address(p, place) + lane % 8 * 16;
-    const uint32_t to = copy_target(half);
+    uint32_t to = copy_target(half);
+    pin(to);
+    pin(from);
 #pragma unroll
     for (int c = 0; c < kCopies; ++c) copy_async_16B(to + c * 128, from + c * 128);
     copy_async_arrive(full(half));
@@ -234,7 +243,7 @@ struct VerifyBlock {
   // The warp's part of the scores of one tile. Between the steps it issues its copies of a
   // later half (if `copy`), which spreads them over time.
   __device__ __forceinline__ void scores(float (&S_frag)[C::kKeyTiles][4], uint32_t tile,
-                                         bool copy, uint32_t copy_half, int place) {
+                                         bool copy, uint32_t copy_half, const char* from) {
     // x4: with two or more key tiles, two of them for one step; with one, two steps of it.
     constexpr bool kPairTokens = C::kKeyTiles > 1;
     const int token = token_split * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
@@ -243,10 +252,11 @@ struct VerifyBlock {
     const int chunk = kPairTokens ? lane / 8 % 2 : lane / 8;
     const uint32_t offset = token * kRowStride + dim_split * C::kSteps * 32 + chunk * 16;
     uint32_t K_smem[C::kKeyTiles > 2 ? 2 : 1];
-    K_smem[0] = KV_smem(2 * tile + first_half) + offset;
-    if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(2 * tile + 1) + offset;
-    const uint32_t to = copy_target(copy_half);
-    const char* from = row_address(p, place) + lane % 8 * 16;
+    K_smem[0] = KV_smem(tile, first_half) + offset;
+    if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(tile, 1) + offset;
+    uint32_t to = copy_target(copy_half);
+    pin(to);
+    pin(from);
     if (copy) wait_empty(copy_half);
 #pragma unroll
     for (int j = 0; j < C::kKeyTiles; ++j)
@@ -413,7 +423,7 @@ struct VerifyBlock {
                             warp * C::kValueTiles * 16 + lane / 16 * 16;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {  // the tile's halves
-      const uint32_t V_smem = KV_smem(2 * tile + k) + offset;
+      const uint32_t V_smem = KV_smem(tile, k) + offset;
       uint32_t P_frag[C::kRowGroups][4];
 #pragma unroll
       for (int m = 0; m < C::kRowGroups; ++m)
@@ -451,6 +461,8 @@ struct VerifyBlock {
   }
 
   __device__ __forceinline__ void store() {
+    pin(lane);
+    pin(warp);
     const Segment segment = kept();
 #pragma unroll
     for (int d = 1; d < C::kLanesPerRow; d *= 2)
@@ -511,29 +523,33 @@ struct VerifyBlock {
   __device__ __forceinline__ int first_row() const { return blockIdx.x * C::kRows; }
 
   __device__ __forceinline__ void run(const Segment& segment) {
+    pin(lane);
+    pin(warp);
     const RequestRows rows(p, segment.request);
-
-    const int mask_row = rows.first_token +
-                         min((first_row() + softmax_row()) / p.num_heads, rows.num_drafts - 1);
-
     __syncthreads();  // the previous segment's last reads of shared memory are over
     keep(segment);
     // Block tile n is the request's tile n + to_request.
     const int to_request = segment.tile_begin - tiles_before;
     const uint32_t end = tiles_before + segment.tile_end - segment.tile_begin;
     // This warp's halves: tile by tile, as many ahead as there are stages for.
-    const int ahead = (C::kStages - copy_half() + 1) / 2;
+    const int ahead = (C::kStages + (C::kStages % 2 ? 1 - copy_half() : 0)) / 2;
     const auto copy_of = [&](uint32_t tile) { return 2 * tile + copy_half(); };
-    int places[(C::kStages + 1) / 2];
+    // The index of the row that the lane copies next, looked up a tile ahead.
+    const auto look_up = [&](uint32_t tile) {
+      return rows.look_up(p, copy_position(tile + to_request));
+    };
+    const auto source = [&](uint32_t tile, int index) {
+      return rows.address(p, copy_position(tile + to_request), index) + lane % 8 * 16;
+    };
+    int indices[(C::kStages + 1) / 2];
 #pragma unroll
-    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
-      places[i] = copy_place(rows, segment.tile_begin + i);
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i) indices[i] = look_up(tiles_before + i);
     load_queries(rows);
     copy_async_commit();
 #pragma unroll
     for (int i = 0; i < (C::kStages + 1) / 2; ++i)
       if (tiles_before + i < end && 2 * i + copy_half() < C::kStagesBesideQ)
-        copy(copy_of(tiles_before + i), places[i]);
+        copy(copy_of(tiles_before + i), source(tiles_before + i, indices[i]));
     copy_async_commit();
     copy_async_wait<1>();
     __syncthreads();  // Q is there
@@ -542,8 +558,8 @@ struct VerifyBlock {
 #pragma unroll
     for (int i = 0; i < (C::kStages + 1) / 2; ++i)
       if (tiles_before + i < end && 2 * i + copy_half() >= C::kStagesBesideQ && i < ahead)
-        copy(copy_of(tiles_before + i), places[i]);
-    int place = copy_place(rows, segment.tile_begin + ahead);
+        copy(copy_of(tiles_before + i), source(tiles_before + i, indices[i]));
+    int index = look_up(tiles_before + ahead);
 #pragma unroll
     for (int m = 0; m < C::kRowGroups; ++m)
 #pragma unroll
@@ -560,29 +576,50 @@ struct VerifyBlock {
       // The stage of the tile before this one takes a later half.
       const uint32_t next = tile - 1 + ahead;
       const bool copy_now = C::kCopyInScores && tile > begin && next < end;
-      scores(S_frag, tile, copy_now, copy_of(next), place);
+      scores(S_frag, tile, copy_now, copy_of(next), source(next, index));
       share_scores(S_frag);
-      if (copy_now) place = copy_place(rows, next + 1 + to_request);
+      if (copy_now) index = look_up(next + 1);
       __syncthreads();  // all parts of S are there; all warps are done with the last P
       float s[C::kScores];
       collect_scores(s, S_frag);
       uint32_t visible = 0xffffffffu;
       const int first = static_cast<int>(tile + to_request) * C::kTokens - rows.prefix_len;
-      if (first > -C::kTokens)  // else all prefix
-        visible = visible_bits(p.mask_bits + static_cast<int64_t>(mask_row) * p.mask_words,
-                               p.mask_words, first, rows.num_drafts);
+      if (first > -C::kTokens) {  // else all prefix
+        const int draft = min((first_row() + softmax_row()) / p.num_heads, rows.num_drafts - 1);
+        visible = visible_bits(
+            p.mask_bits + static_cast<int64_t>(rows.first_token + draft) * p.mask_words,
+            p.mask_words, first, rows.num_drafts);
+      }
       softmax(s, visible);
       __syncthreads();  // P and its factors are there; S may be overwritten
       accumulate(tile);
       release(tile);
       if (!C::kCopyInScores && tile + ahead < end) {
-        copy(copy_of(tile + ahead), place);
-        place = copy_place(rows, tile + ahead + 1 + to_request);
+        copy(copy_of(tile + ahead), source(tile + ahead, index));
+        index = look_up(tile + ahead + 1);
       }
     }
     store();
   }
 };
+
+// With few results to merge, the blocks of the verify kernel do it themselves. They wait for one
+// another, so all must be running: a cooperative launch sees to that. Not inlined: the compiler
+// would spill registers of the main loop for its sake.
+template <class Config>
+__device__ __noinline__ void merge_together(const VerifyParams& p) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  cooperative_groups::this_grid().sync();
+  using C = Combine<Config, 8>;
+  C merge{p, reinterpret_cast<float*>(smem)};
+  const int units = p.batch_size * p.row_tiles * C::kUnitsPerTile;
+  for (int unit = blockIdx.y * gridDim.x + blockIdx.x; unit < units;
+       unit += gridDim.x * gridDim.y) {
+    const int tile = unit / C::kUnitsPerTile;
+    merge.run(tile / p.row_tiles, tile % p.row_tiles, unit % C::kUnitsPerTile, [] {});
+    __syncthreads();  // shared memory is free for the next unit
+  }
+}
 
 // Grid (row_tiles, groups). Row tiles vary fastest: the blocks of one group read the same
 // cache rows at about the same time, so that all but one find them in L2.
@@ -600,7 +637,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const Schedule<Config::kTokens> schedule(p);
     const int tile = schedule.begin(blockIdx.y) + segment.done;
     const int left = schedule.begin(blockIdx.y + 1) - tile;
-    if (left <= 0) return;
+    if (left <= 0) break;
     schedule.locate(p, tile, segment.request, segment.tile_begin);
     const int request_tiles = schedule.tiles_of(p, segment.request);
     const int count = min(request_tiles - segment.tile_begin, left);
@@ -613,6 +650,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     block.run(segment);
     segment.done = block.kept().done;
   }
+
+  if (p.fused) merge_together<Config>(p);
 }
 
 }  // namespace mla
