@@ -86,9 +86,6 @@ struct VerifyBlock {
   const uint32_t smem;         // base address in shared memory
   int lane, warp;
   uint32_t tiles_before;       // of earlier segments: tile n of the block lies in stage n % 2
-  // The warp's part of S = Q K^T.
-  const int row_group, dim_split, token_split;
-
   uint32_t Q_frag[C::kStepsInRegs][4];
   float O_frag[C::kRowGroups][C::kValueTiles][4];
   float row_max, row_sum;      // of the softmax row; the sum is this lane's share
@@ -98,21 +95,27 @@ struct VerifyBlock {
         smem(smem_address(shared)),
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32),
-        tiles_before(0),
-        row_group(warp % C::kRowGroups),
-        dim_split(warp / C::kRowGroups % C::kDimSplits),
-        token_split(warp / (C::kRowGroups * C::kDimSplits)) {}
+        tiles_before(0) {}
+
+  // The warp's part of S = Q K^T.
+  __device__ __forceinline__ int row_group() const { return warp % C::kRowGroups; }
+  __device__ __forceinline__ int dim_split() const { return warp / C::kRowGroups % C::kDimSplits; }
+  __device__ __forceinline__ int token_split() const {
+    return warp / (C::kRowGroups * C::kDimSplits);
+  }
 
   // The row of the tile whose softmax this lane shares, and its place among that row's lanes.
   __device__ __forceinline__ int softmax_row() const {
-    return C::kSwapFragments ? row_group * 16 + dim_split * 8 + lane / 4
-                             : static_cast<int>(threadIdx.x) / C::kLanesPerRow;
+    return C::kSwapFragments ? row_group() * 16 + dim_split() * 8 + lane / 4
+                             : (warp * 32 + lane) / C::kLanesPerRow;
   }
   __device__ __forceinline__ int softmax_lane() const { return lane % C::kLanesPerRow; }
-  // The token of the tile that score `i` of this lane belongs to.
-  __device__ __forceinline__ int softmax_token(int i) const {
-    return C::kSwapFragments ? i / 2 * 8 + softmax_lane() * 2 + i % 2
-                             : softmax_lane() * C::kScores + i;
+  // The token of the tile that score `i` of this lane belongs to: first_token + token_step(i).
+  __device__ __forceinline__ int first_token() const {
+    return softmax_lane() * (C::kSwapFragments ? 2 : C::kScores);
+  }
+  static __device__ __forceinline__ constexpr int token_step(int i) {
+    return C::kSwapFragments ? i / 2 * 8 + i % 2 : i;
   }
 
   // ---- stages ---------------------------------------------------------------------------
@@ -190,7 +193,7 @@ struct VerifyBlock {
     const int num_rows = rows.num_queries(p);
     const int latent_chunk = p.latent_offset / 16;
     // In the order of the cache row, so that a dot product needs no knowledge of it.
-    for (int i = threadIdx.x; i < C::kRows * kRowChunks; i += C::kThreads) {
+    for (int i = warp * 32 + lane; i < C::kRows * kRowChunks; i += C::kThreads) {
       const int r = i / kRowChunks, chunk = i % kRowChunks;
       const uint32_t target = Q_staging() + r * kRowStride + chunk * 16;
       const int row = first_row() + r;
@@ -211,8 +214,8 @@ struct VerifyBlock {
   }
 
   __device__ __forceinline__ void queries_to_fragments() {
-    const uint32_t base = Q_staging() + (row_group * 16 + lane % 16) * kRowStride +
-                          dim_split * C::kSteps * 32 + lane / 16 * 16;
+    const uint32_t base = Q_staging() + (row_group() * 16 + lane % 16) * kRowStride +
+                          dim_split() * C::kSteps * 32 + lane / 16 * 16;
 #pragma unroll
     for (int k = 0; k < C::kStepsInRegs; ++k) ldmatrix(Q_frag[k], base + k * 32);
 #pragma unroll
@@ -246,11 +249,11 @@ struct VerifyBlock {
                                          bool copy, uint32_t copy_half, const char* from) {
     // x4: with two or more key tiles, two of them for one step; with one, two steps of it.
     constexpr bool kPairTokens = C::kKeyTiles > 1;
-    const int token = token_split * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
+    const int token = token_split() * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
                       (kPairTokens ? lane / 16 * 8 : 0);
-    const int first_half = token_split * C::kKeyTiles * 8 / C::kHalf;
+    const int first_half = token_split() * C::kKeyTiles * 8 / C::kHalf;
     const int chunk = kPairTokens ? lane / 8 % 2 : lane / 8;
-    const uint32_t offset = token * kRowStride + dim_split * C::kSteps * 32 + chunk * 16;
+    const uint32_t offset = token * kRowStride + dim_split() * C::kSteps * 32 + chunk * 16;
     uint32_t K_smem[C::kKeyTiles > 2 ? 2 : 1];
     K_smem[0] = KV_smem(tile, first_half) + offset;
     if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(tile, 1) + offset;
@@ -299,14 +302,14 @@ struct VerifyBlock {
       // the 16 if this warp finishes 0 .. 7.
 #pragma unroll
       for (int j = 0; j < C::kKeyTiles; j += 2) {
-        const bool low = dim_split == 0;
+        const bool low = dim_split() == 0;
         smem_store(S_swap(warp) + j / 2 * 512, low ? S_frag[j][2] : S_frag[j][0],
                    low ? S_frag[j][3] : S_frag[j][1], low ? S_frag[j + 1][2] : S_frag[j + 1][0],
                    low ? S_frag[j + 1][3] : S_frag[j + 1][1]);
       }
     } else {
-      const uint32_t to = S_smem(dim_split, row_group * 16 + lane / 4) +
-                          (token_split * C::kKeyTiles * 8 + lane % 4 * 2) * 4;
+      const uint32_t to = S_smem(dim_split(), row_group() * 16 + lane / 4) +
+                          (token_split() * C::kKeyTiles * 8 + lane % 4 * 2) * 4;
 #pragma unroll
       for (int j = 0; j < C::kKeyTiles; ++j) {
         smem_store(to + j * 32, S_frag[j][0], S_frag[j][1]);
@@ -323,17 +326,17 @@ struct VerifyBlock {
       for (int j = 0; j < C::kKeyTiles; j += 2) {
         float x[4];
         smem_load(x, S_swap(warp ^ C::kRowGroups) + j / 2 * 512);
-        s[2 * j] = x[0] + (dim_split ? S_frag[j][2] : S_frag[j][0]);
-        s[2 * j + 1] = x[1] + (dim_split ? S_frag[j][3] : S_frag[j][1]);
-        s[2 * j + 2] = x[2] + (dim_split ? S_frag[j + 1][2] : S_frag[j + 1][0]);
-        s[2 * j + 3] = x[3] + (dim_split ? S_frag[j + 1][3] : S_frag[j + 1][1]);
+        s[2 * j] = x[0] + (dim_split() ? S_frag[j][2] : S_frag[j][0]);
+        s[2 * j + 1] = x[1] + (dim_split() ? S_frag[j][3] : S_frag[j][1]);
+        s[2 * j + 2] = x[2] + (dim_split() ? S_frag[j + 1][2] : S_frag[j + 1][0]);
+        s[2 * j + 3] = x[3] + (dim_split() ? S_frag[j + 1][3] : S_frag[j + 1][1]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < C::kScores; i += 2) {
         float x[2], y[2];
-        smem_load(x, S_smem(0, softmax_row()) + softmax_token(i) * 4);
-        smem_load(y, S_smem(1, softmax_row()) + softmax_token(i) * 4);
+        smem_load(x, S_smem(0, softmax_row()) + (first_token() + token_step(i)) * 4);
+        smem_load(y, S_smem(1, softmax_row()) + (first_token() + token_step(i)) * 4);
         s[i] = x[0] + y[0];
         s[i + 1] = x[1] + y[1];
       }
@@ -359,9 +362,10 @@ struct VerifyBlock {
       for (int i = 0; i < C::kScores; ++i) s[i] *= p.logit_scale * kLog2e;
     }
     if (visible != 0xffffffffu) {
+      visible >>= first_token();
 #pragma unroll
       for (int i = 0; i < C::kScores; ++i)
-        if (!(visible >> softmax_token(i) & 1)) s[i] = -INFINITY;
+        if (!(visible & 1u << token_step(i))) s[i] = -INFINITY;
     }
     float tile_max = s[0];
 #pragma unroll
@@ -381,10 +385,10 @@ struct VerifyBlock {
       s[i] = exp2_approx(s[i] - base);
       row_sum += s[i];
     }
-    const uint32_t to = smem + C::kP + softmax_row() * C::kProbStride * 2;
+    const uint32_t to = smem + C::kP + (softmax_row() * C::kProbStride + first_token()) * 2;
 #pragma unroll
     for (int i = 0; i < C::kScores; i += 2)
-      smem_store(to + softmax_token(i) * 2, Ops::pack(s[i], s[i + 1]));
+      smem_store(to + token_step(i) * 2, Ops::pack(s[i], s[i + 1]));
     if (softmax_lane() == 0) smem_store(rescale_smem(softmax_row()), rescale);
   }
 
@@ -572,6 +576,7 @@ struct VerifyBlock {
     for (const uint32_t begin = tiles_before; tiles_before < end; ++tiles_before) {
       const uint32_t tile = tiles_before;
       wait_full(tile);
+      pin(lane);
       float S_frag[C::kKeyTiles][4];
       // The stage of the tile before this one takes a later half.
       const uint32_t next = tile - 1 + ahead;
