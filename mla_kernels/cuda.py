@@ -101,10 +101,10 @@ def plan(
     elif not 1 <= groups <= build.MAX_GROUPS:
         raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
     if fused is None:
-        # Merging is then one or two units of 16 rows x 16 columns a block; with more, a second
+        # Merging is then at most one unit of 16 rows x 16 columns a block; with more, a second
         # kernel with more blocks is faster. All blocks must be running at once.
         units = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
-        fused = groups > 1 and row_tiles * groups <= sms and units <= 2 * row_tiles * groups
+        fused = groups > 1 and row_tiles * groups <= sms and units <= row_tiles * groups
     a_request = groups / batch_size
     split = 8 if a_request >= 24 else 4 if a_request >= 8 else 1
     return LaunchPlan(rows, row_tiles, groups, split, fused)

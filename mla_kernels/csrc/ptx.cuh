@@ -124,21 +124,16 @@ __device__ __forceinline__ void smem_load(uint32_t (&x)[4], uint32_t address) {
                : "memory");
 }
 
+// ---- global memory ----------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch(const void* pointer) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer));
+}
+
 // ---- global memory to shared memory, asynchronously -------------------------------------
 
 __device__ __forceinline__ void copy_async_16B(uint32_t smem, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most `kPending` of this thread's newest groups are under way. Other threads'
-// copies become visible only after a barrier.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Arrives on a barrier when all of this thread's copies so far have landed.

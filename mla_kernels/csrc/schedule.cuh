@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kv_layout.cuh"
+#include "ptx.cuh"
 
 namespace mla {
 
@@ -35,6 +36,7 @@ struct Schedule {
       : total(0), groups(p.groups) {
     for (int base = 0; base < p.batch_size; base += 32) {
       const int request = base + static_cast<int>(threadIdx.x % 32);
+      if (request < p.batch_size) prefetch(p.kv_indptr + request);  // needed a little later
       total += __reduce_add_sync(0xffffffffu, request < p.batch_size ? tiles_of(p, request) : 0);
     }
     groups = min(groups, total);

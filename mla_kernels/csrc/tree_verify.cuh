@@ -67,10 +67,11 @@ struct VerifyConfig {
   // as soon as their stage is free, where the time until they land is what counts.
   static constexpr bool kCopyInScores = kRows > 32;
 
-  // Q passes through the last stages on its way to registers. Those before them are filled with
-  // tiles meanwhile; at 64 rows there are none.
-  static constexpr int kStagesOfQ = kRows / kHalf;
-  static constexpr int kStagesBesideQ = kStages - kStagesOfQ;
+  // Q passes through the last stage on its way to registers, 4 steps at a time; the first tiles
+  // are copied to the other stages meanwhile.
+  static constexpr int kStepsAtOnce = 4;
+  static constexpr int kScratchStride = kStepsAtOnce * 32 + 16;  // rows 4 banks apart
+  static_assert(kWarps * 16 * kScratchStride <= kStageBytes, "Q scratch");
 };
 
 // A maximum may be exceeded by 2^8 before the accumulators are scaled down to a new one: the
@@ -184,45 +185,58 @@ struct VerifyBlock {
     copy_async_arrive(full(half));
   }
 
-  // Where Q lands: in the last stages, counted from the segment's first half.
-  __device__ __forceinline__ uint32_t Q_staging() const {
-    return C::kStagesBesideQ ? KV_smem(2 * tiles_before + C::kStagesBesideQ) : smem + C::kKV;
-  }
-
-  __device__ __forceinline__ void load_queries(const RequestRows& rows) {
-    const int num_rows = rows.num_queries(p);
+  // The warp's 16 rows and half of the dimensions of Q, in the order of the cache row, so that a
+  // dot product needs no knowledge of it: in 16-byte pieces, all under way at once ...
+  static constexpr int kRounds = (C::kSteps + C::kStepsAtOnce - 1) / C::kStepsAtOnce;
+  __device__ __forceinline__ void fetch_queries(uint4 (&piece)[kRounds][4],
+                                                const RequestRows& rows) const {
+    constexpr int kChunks = C::kStepsAtOnce * 2;           // of a row, for some steps
     const int latent_chunk = p.latent_offset / 16;
-    // In the order of the cache row, so that a dot product needs no knowledge of it.
-    for (int i = warp * 32 + lane; i < C::kRows * kRowChunks; i += C::kThreads) {
-      const int r = i / kRowChunks, chunk = i % kRowChunks;
-      const uint32_t target = Q_staging() + r * kRowStride + chunk * 16;
-      const int row = first_row() + r;
-      if (row >= num_rows) {  // past the request: zeros, so that no score is NaN
-        smem_store(target, make_uint4(0, 0, 0, 0));
-        continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {                          // lane / 8 + 4 i: a row of the 16
+      const int row = first_row() + row_group() * 16 + lane / 8 + i * 4;
+      const bool present = row < rows.num_queries(p);
+      const int safe = present ? row : 0;
+      const int64_t token = rows.first_token + safe / p.num_heads, head = safe % p.num_heads;
+      const char* latent =
+          p.q_latent + token * p.q_latent_token_stride + head * p.q_latent_head_stride;
+      const char* rope = p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        const int chunk = dim_split() * C::kSteps * 2 + round * kChunks + lane % kChunks;
+        const int in_latent = chunk - latent_chunk;
+        const int in_rope = latent_chunk ? chunk : chunk - kLatentDim * 2 / 16;
+        const bool is_latent = in_latent >= 0 && in_latent < kLatentDim * 2 / 16;
+        piece[round][i] = make_uint4(0, 0, 0, 0);          // rows past the request: zeros
+        if (present && round * kChunks + lane % kChunks < C::kSteps * 2)
+          piece[round][i] = __ldg(reinterpret_cast<const uint4*>(
+              is_latent ? latent + in_latent * 16 : rope + in_rope * 16));
       }
-      const int64_t token = rows.first_token + row / p.num_heads, head = row % p.num_heads;
-      const int in_latent = chunk - latent_chunk;
-      const char* source =
-          in_latent >= 0 && in_latent < kLatentDim * 2 / 16
-              ? p.q_latent + token * p.q_latent_token_stride + head * p.q_latent_head_stride +
-                    in_latent * 16
-              : p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride +
-                    (latent_chunk ? chunk : chunk - kLatentDim * 2 / 16) * 16;
-      copy_async_16B(target, source);
     }
   }
-
-  __device__ __forceinline__ void queries_to_fragments() {
-    const uint32_t base = Q_staging() + (row_group() * 16 + lane % 16) * kRowStride +
-                          dim_split() * C::kSteps * 32 + lane / 16 * 16;
+  // ... and through a scratch of this warp's own to fragments.
+  __device__ __forceinline__ void queries_to_fragments(const uint4 (&piece)[kRounds][4]) {
+    const uint32_t scratch =
+        KV_smem(2 * tiles_before + C::kStages - 1) + warp * 16 * C::kScratchStride;
+    const uint32_t put = scratch + lane / 8 * C::kScratchStride + lane % 8 * 16;
+    const uint32_t get = scratch + lane % 16 * C::kScratchStride + lane / 16 * 16;
 #pragma unroll
-    for (int k = 0; k < C::kStepsInRegs; ++k) ldmatrix(Q_frag[k], base + k * 32);
+    for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
-    for (int k = C::kStepsInRegs; k < C::kSteps; ++k) {
-      uint32_t f[4];
-      ldmatrix(f, base + k * 32);
-      smem_store(Q_smem(k), make_uint4(f[0], f[1], f[2], f[3]));
+      for (int i = 0; i < 4; ++i) smem_store(put + i * 4 * C::kScratchStride, piece[round][i]);
+      __syncwarp();
+#pragma unroll
+      for (int s = 0; s < C::kStepsAtOnce; ++s) {
+        const int k = round * C::kStepsAtOnce + s;
+        if (k < C::kStepsInRegs) {
+          ldmatrix(Q_frag[k < C::kStepsInRegs ? k : 0], get + s * 32);
+        } else if (k < C::kSteps) {
+          uint32_t f[4];
+          ldmatrix(f, get + s * 32);
+          smem_store(Q_smem(k), make_uint4(f[0], f[1], f[2], f[3]));
+        }
+      }
+      __syncwarp();
     }
   }
 
@@ -548,21 +562,18 @@ struct VerifyBlock {
     int indices[(C::kStages + 1) / 2];
 #pragma unroll
     for (int i = 0; i < (C::kStages + 1) / 2; ++i) indices[i] = look_up(tiles_before + i);
-    load_queries(rows);
-    copy_async_commit();
+    uint4 piece[kRounds][4];
+    fetch_queries(piece, rows);
+    // All stages but the last, which Q needs first.
 #pragma unroll
     for (int i = 0; i < (C::kStages + 1) / 2; ++i)
-      if (tiles_before + i < end && 2 * i + copy_half() < C::kStagesBesideQ)
+      if (tiles_before + i < end && 2 * i + copy_half() < C::kStages - 1)
         copy(copy_of(tiles_before + i), source(tiles_before + i, indices[i]));
-    copy_async_commit();
-    copy_async_wait<1>();
-    __syncthreads();  // Q is there
-    queries_to_fragments();
-    __syncthreads();  // Q has been read: its place may take tiles
-#pragma unroll
-    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
-      if (tiles_before + i < end && 2 * i + copy_half() >= C::kStagesBesideQ && i < ahead)
-        copy(copy_of(tiles_before + i), source(tiles_before + i, indices[i]));
+    queries_to_fragments(piece);
+    __syncthreads();  // all warps are done with their scratch
+    constexpr int kLast = (C::kStages - 1) / 2;
+    if (tiles_before + kLast < end && 2 * kLast + copy_half() == C::kStages - 1)
+      copy(copy_of(tiles_before + kLast), source(tiles_before + kLast, indices[kLast]));
     int index = look_up(tiles_before + ahead);
 #pragma unroll
     for (int m = 0; m < C::kRowGroups; ++m)
