@@ -98,6 +98,10 @@ def plan(
             # Another wave costs another prologue: take it for a gain that shows.
             if busy > best + 0.1:
                 best, groups = busy, candidate
+        # Shares that end where requests end leave less to merge: worth a few idle blocks.
+        aligned = groups // batch_size * batch_size
+        if aligned >= 0.95 * groups:
+            groups = aligned
     elif not 1 <= groups <= build.MAX_GROUPS:
         raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
     if fused is None:

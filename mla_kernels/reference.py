@@ -159,7 +159,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     Infinities must stand in the same places and are then left out; a NaN on either side, or
     an infinity on one, gives ``inf``, so that no comparison passes with one.
     """
-    out, expected = out.double().cpu(), expected.double().cpu()
+    out = out.double()
+    expected = expected.double().to(out.device)
     if out.shape != expected.shape:
         raise ValueError(f"out is {list(out.shape)}, expected {list(expected.shape)}")
     if out.isnan().any() or expected.isnan().any():

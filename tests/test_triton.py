@@ -431,7 +431,7 @@ for name, config, arguments in [
     ("split", default_split_config(), {}),
     ("split, other arguments", default_split_config(), every),
     ("split, whole requests", default_split_config(), {"split": False}),
-    ("split, 32 rows", SplitConfig(32, 32, 8, 3), {}),
+    ("split, two buffers", SplitConfig(16, 32, 4, 5), {}),
 ]:
     got = compiled_resources(config, 120, **arguments)
     need = config.shared_memory() if isinstance(config, SplitConfig) else None
@@ -469,7 +469,7 @@ def test_resources_need_a_compiler():
 def test_shared_memory_of_candidates():
     candidates = split_candidates()
     assert candidates and all(c.shared_memory() <= SM120_SHARED_MEMORY for c in candidates)
-    assert default_split_config().shared_memory() == 93_696
+    assert default_split_config().shared_memory() == 96_256
     assert default_split_config().programs_per_sm == 1
     assert default_split_config(232_448).programs_per_sm == 2
     assert default_split_config(64 * 1024).buffers == 1

@@ -258,9 +258,10 @@ struct VerifyBlock {
   }
 
   // The warp's part of the scores of one tile. Between the steps it issues its copies of a
-  // later half (if `copy`), which spreads them over time.
+  // later half (if `copy`), which spreads them over time; where from, `source()` says.
+  template <class Source>
   __device__ __forceinline__ void scores(float (&S_frag)[C::kKeyTiles][4], uint32_t tile,
-                                         bool copy, uint32_t copy_half, const char* from) {
+                                         bool copy, uint32_t copy_half, Source source) {
     // x4: with two or more key tiles, two of them for one step; with one, two steps of it.
     constexpr bool kPairTokens = C::kKeyTiles > 1;
     const int token = token_split() * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
@@ -271,10 +272,8 @@ struct VerifyBlock {
     uint32_t K_smem[C::kKeyTiles > 2 ? 2 : 1];
     K_smem[0] = KV_smem(tile, first_half) + offset;
     if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(tile, 1) + offset;
-    uint32_t to = copy_target(copy_half);
-    pin(to);
-    pin(from);
-    if (copy) wait_empty(copy_half);
+    uint32_t to = 0;
+    const char* from = nullptr;
 #pragma unroll
     for (int j = 0; j < C::kKeyTiles; ++j)
 #pragma unroll
@@ -282,7 +281,14 @@ struct VerifyBlock {
     float odd[4] = {0.f, 0.f, 0.f, 0.f};  // a second chain where there is one key tile
 #pragma unroll
     for (int k = 0; k < C::kSteps; ++k) {
-      if (k % 2 == 0 && copy) copy_async_16B(to + k / 2 * 128, from + k / 2 * 128);
+      if (k == 1 && copy) {    // the first multiplies are under way
+        to = copy_target(copy_half);
+        from = source();
+        pin(to);
+        pin(from);
+        wait_empty(copy_half);
+      }
+      if (k % 2 == 1 && copy) copy_async_16B(to + k / 2 * 128, from + k / 2 * 128);
       uint32_t a[4];
       query_step(a, k);
       if constexpr (kPairTokens) {
@@ -592,7 +598,7 @@ struct VerifyBlock {
       // The stage of the tile before this one takes a later half.
       const uint32_t next = tile - 1 + ahead;
       const bool copy_now = C::kCopyInScores && tile > begin && next < end;
-      scores(S_frag, tile, copy_now, copy_of(next), source(next, index));
+      scores(S_frag, tile, copy_now, copy_of(next), [&] { return source(next, index); });
       share_scores(S_frag);
       if (copy_now) index = look_up(next + 1);
       __syncthreads();  // all parts of S are there; all warps are done with the last P
