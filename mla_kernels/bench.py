@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from tqdm.auto import tqdm
 from . import cuda
 from .attention import verify_attention, workspace_bytes
 from .batch import VerifyBatch
-from .device import attention_bytes, attention_flops, local_gpu
+from .device import attention_bytes, attention_flops, local_gpu, provenance
 from .layout import KVLayout
 from .reference import relative_error, verify_attention_reference
 from .tree import kary
@@ -227,33 +225,6 @@ def time_graph(work: Workload, call: Callable[[int], None], *, seconds: float = 
     return 1e3 * replays(int(np.clip(seconds / probe, 10, 400)))[1:] / work.regions
 
 
-def provenance() -> dict[str, object]:
-    """Where and with what a measurement was made."""
-    gpu = local_gpu()
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    commit = os.environ.get("MLA_KERNELS_COMMIT")
-    if not commit:
-        done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12",
-                               "HEAD"], capture_output=True, text=True)
-        commit = done.stdout.strip() or "unknown"
-    power = None
-    if gpu:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm",
-                               "--format=csv,noheader"], capture_output=True, text=True)
-        power = done.stdout.strip().replace(", ", " / ") or None
-    return {
-        "gpu": gpu.name if gpu else None, "arch": gpu.arch if gpu else None,
-        "sms": gpu.sms if gpu else None, "driver": gpu.driver if gpu else None,
-        "power_and_max_clock": power, "cuda": torch.version.cuda, "torch": torch.__version__,
-        "triton": triton_version, "commit": commit, "date": datetime.date.today().isoformat(),
-    }
-
-
 def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds: float = 0.25,
             seed: int = 0) -> pd.DataFrame:
     """Measures every provider on every shape.
@@ -262,7 +233,7 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
         One row each: the shape, ``provider``, ``latency_us`` (median) with ``p10_us`` and
         ``p90_us``, ``error`` (relative, against the oracle), ``tflops`` and ``gbps`` (counted
         by :mod:`mla_kernels.device`), ``regions``, ``note`` (why there is no time), and
-        :func:`provenance`.
+        :func:`mla_kernels.device.provenance`.
     """
     origin = provenance()
     records = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 from . import tree as trees
 from .attention import choose_backend, verify_attention
 from .batch import VerifyBatch
-from .device import local_gpu
+from .device import local_gpu, provenance
 from .layout import ORDERS, KVLayout
 from .reference import relative_error, verify_attention_reference
 
@@ -234,16 +233,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not errors.passed:
             failed.append({"seed": seed, "case": case.text, **dataclasses.asdict(errors)})
             print(f"FAILED seed {seed}: {errors}\n  {case.text}", flush=True)
-    gpu = local_gpu() if args.device.startswith("cuda") else None
+    on_gpu = args.device.startswith("cuda")
     summary = {
         "cases": args.cases, "failed": len(failed), "first_seed": first,
         "backend": sorted(backends), "worst": worst,
         "tolerance": {"out": OUT_TOLERANCE, "row": ROW_TOLERANCE, "lse": LSE_TOLERANCE},
         "max_nodes": args.max_nodes,
-        "device": gpu.name if gpu else "CPU", "driver": gpu.driver if gpu else None,
-        "torch": torch.__version__, "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(), "failures": failed[:20],
-    }
+        "device": local_gpu().name if on_gpu else "CPU", "failures": failed[:20],
+    } | provenance()
     print(f"{args.cases - len(failed)} of {args.cases} cases passed on {summary['device']} with "
           f"{', '.join(summary['backend'])}: worst relative error {worst['out']:.2e} "
           f"(single row {worst['row']:.2e}), lse {worst['lse']:.2e}")

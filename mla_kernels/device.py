@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
+import os
 import subprocess
+from pathlib import Path
 
 import torch
 
@@ -112,3 +115,31 @@ def local_gpu(index: int = 0) -> LocalGPU | None:
         memory=p.total_memory, l2=p.L2_cache_size,
         smem_per_block=getattr(p, "shared_memory_per_block_optin", 0), driver=driver,
     )
+
+
+def provenance() -> dict[str, object]:
+    """Where and with what a result was obtained: GPU, driver, power limit, versions, commit and
+    date. The commit is ``MLA_KERNELS_COMMIT`` where that is set, for a copy without git."""
+    gpu = local_gpu()
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    commit = os.environ.get("MLA_KERNELS_COMMIT")
+    if not commit:
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12",
+                               "HEAD"], capture_output=True, text=True)
+        commit = done.stdout.strip() or "unknown"
+    power = None
+    if gpu:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm",
+                               "--format=csv,noheader"], capture_output=True, text=True)
+        power = done.stdout.strip().replace(", ", " / ") or None
+    return {
+        "gpu": gpu.name if gpu else None, "arch": gpu.arch if gpu else None,
+        "sms": gpu.sms if gpu else None, "driver": gpu.driver if gpu else None,
+        "power_and_max_clock": power, "cuda": torch.version.cuda, "torch": torch.__version__,
+        "triton": triton_version, "commit": commit, "date": datetime.date.today().isoformat(),
+    }

@@ -11,7 +11,6 @@ import inspect
 import re
 import subprocess
 import tempfile
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,6 +49,14 @@ def _close(blank: str, at: int) -> int:
     raise ValueError(f"unbalanced {opening} in the source")
 
 
+def _dedent(text: str) -> str:
+    """``textwrap.dedent`` that does not count preprocessor lines, which begin at the margin."""
+    lines = text.split("\n")
+    margin = min((len(line) - len(line.lstrip()) for line in lines
+                  if line.strip() and not line.startswith("#")), default=0)
+    return "\n".join(line if line.startswith("#") else line[margin:] for line in lines)
+
+
 def function(text: str, name: str) -> str:
     """The definition of a C++ function, with the comment above it, dedented.
 
@@ -74,7 +81,7 @@ def function(text: str, name: str) -> str:
             if line == start or not text[line:start].lstrip().startswith("//"):
                 break
             start = line
-        return textwrap.dedent(text[start:end])
+        return _dedent(text[start:end])
     raise ValueError(f"no definition of {name} in this source")
 
 
@@ -96,7 +103,7 @@ def main_loop(text: str) -> str:
         best = max(best, loop, key=len)
     if not best:
         raise ValueError("no loop in this function")
-    return textwrap.dedent(best)
+    return _dedent(best)
 
 
 def load_inline_call() -> str:
@@ -106,7 +113,7 @@ def load_inline_call() -> str:
         if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
                 and node.func.attr == "load_inline"):
             lines = text.splitlines()[node.lineno - 1:node.end_lineno]
-            return textwrap.dedent("\n".join(lines))
+            return _dedent("\n".join(lines))
     raise ValueError("build.py does not call load_inline")
 
 
@@ -205,7 +212,7 @@ INSTRUCTIONS = {
 }
 
 
-def accepted(archs: Sequence[str] = ("sm_90a", "sm_120", "sm_120a")
+def accepted(archs: Sequence[str] = ("sm_90a", "sm_100a", "sm_120", "sm_120a")
              ) -> dict[str, dict[str, bool]]:
     """Whether ``ptxas`` takes each of :data:`INSTRUCTIONS` for each target. Needs no GPU.
 
