@@ -94,6 +94,8 @@ def verify_attention(
             "draft_kv must be None, since batch.draft_slots says where the draft rows are"
         )
     if draft_kv is not None:
+        if not isinstance(draft_kv, torch.Tensor):
+            raise TypeError(f"draft_kv must be a tensor; got {type(draft_kv).__name__}")
         if draft_kv.dim() == 3 and draft_kv.shape[1] == 1:
             draft_kv = draft_kv[:, 0]
         layout.check_rows(draft_kv, "draft_kv")
@@ -121,16 +123,19 @@ def verify_attention(
     else:
         _check_result(lse, "lse", shape[:2], torch.float32, q_latent.device)
     backend = choose_backend(q_latent, q_rope, backend)
+    need = workspace_bytes(batch, num_heads, backend, layout=layout, dtype=q_latent.dtype)
     if workspace is None:
-        workspace = torch.empty(workspace_bytes(batch, num_heads, backend), dtype=torch.uint8,
-                                device=q_latent.device)
+        workspace = torch.empty(need, dtype=torch.uint8, device=q_latent.device)
     else:
+        if not isinstance(workspace, torch.Tensor):
+            raise TypeError(f"workspace must be a tensor; got {type(workspace).__name__}")
         if workspace.dtype != torch.uint8 or workspace.dim() != 1:
             raise TypeError(f"workspace must be uint8 [bytes]; got {workspace.dtype} "
                             f"{list(workspace.shape)}")
         if workspace.device != q_latent.device:
             raise ValueError(f"workspace is on {workspace.device}, q on {q_latent.device}")
-        need = workspace_bytes(batch, num_heads, backend)
+        if not workspace.is_contiguous():
+            raise ValueError(f"workspace must be contiguous; got strides {workspace.stride()}")
         if workspace.numel() < need:
             raise ValueError(f"workspace must have at least {need:,} bytes; got "
                              f"{workspace.numel():,}")
@@ -143,14 +148,22 @@ def verify_attention(
     return out, lse
 
 
-def workspace_bytes(batch: VerifyBatch, num_heads: int, backend: str) -> int:
-    """Bytes of ``workspace`` that a call with this batch's capacities needs."""
+def workspace_bytes(
+    batch: VerifyBatch, num_heads: int, backend: str, *,
+    layout: KVLayout = KVLayout.LATENT_FIRST, dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes of ``workspace`` that a call with this batch's capacities needs.
+
+    Args:
+        backend: ``"cuda"``, ``"triton"`` or ``"reference"``, as :func:`choose_backend` says.
+        layout: the order and widths of a row; dtype: of the queries.
+    """
     if backend == "cuda":
         return cuda.plan_for(batch, num_heads, batch.device).workspace_bytes
     if backend == "triton":
         from . import triton
 
-        return triton.workspace_bytes(batch, num_heads)
+        return triton.workspace_bytes(batch, num_heads, layout=layout, dtype=dtype)
     return 0
 
 

@@ -297,7 +297,7 @@ class VerifyBatch:
 def _as_mask(draft: Draft, name: str) -> np.ndarray:
     if isinstance(draft, DraftTree):
         return draft.ancestor_mask
-    if isinstance(draft, int) and not isinstance(draft, bool):
+    if isinstance(draft, (int, np.integer)) and not isinstance(draft, bool):
         if not 1 <= draft <= MAX_NODES:
             raise ValueError(f"{name} must be in 1 .. {MAX_NODES} tokens; got {draft}")
         return np.tri(draft, dtype=bool)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import datetime
 import sys
 from collections.abc import Callable, Sequence
@@ -175,23 +176,61 @@ def _triton_serial(work: Workload) -> Callable[[int], None]:
     return call
 
 
+def _sglang_extend(work: Workload) -> Callable[[int], None]:
+    """SGLang's own tree verify: its Triton backend's `extend_attention_fwd`, called as that
+    backend does for a draft tree (FULL_MASK with the prefix skipped, drafts as tensors of
+    their own)."""
+    for module in ("sglang.kernels.ops.attention.extend_attention",
+                   "sglang.srt.layers.attention.triton_ops.extend_attention"):
+        try:
+            extend_attention_fwd = importlib.import_module(module).extend_attention_fwd
+            break
+        except ImportError as error:
+            reason = error
+    else:
+        raise Unavailable(f"SGLang is not importable: {reason}")
+    layout = work.layout
+    if layout.order != "latent_first":
+        raise Unavailable("SGLang's rows are latent first")
+    buffer = work.pool[:, None]
+    drafts, metadata = [], []
+    for batch in work.batches:
+        drafts.append(work.pool[batch.draft_slots.long()][:, None].contiguous())
+        mask, mask_indptr = batch.full_mask()
+        metadata.append((batch.qo_indptr, batch.kv_indptr, batch.kv_indices.long(), mask,
+                         mask_indptr))
+
+    def call(region: int) -> None:
+        qo_indptr, kv_indptr, kv_indices, mask, mask_indptr = metadata[region]
+        rows = drafts[region]
+        extend_attention_fwd(
+            work.q[region], rows, layout.latent(rows), work.out, buffer, layout.latent(buffer),
+            qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, work.shape.num_nodes,
+            1.0, 1.0, sm_scale=work.sm_scale)
+
+    return call
+
+
 #: Providers by the name that appears in recorded data.
 PROVIDERS: dict[str, Provider] = {
     "cuda": _through_verify_attention("cuda"),
     "triton_split": _through_verify_attention("triton"),
     "triton_serial": _triton_serial,
+    "sglang_extend": _sglang_extend,
 }
 
 
 def error_of(work: Workload, call: Callable[[int], None]) -> float:
-    """Relative error of region 0 against the float64 oracle, from outputs that held NaN."""
+    """Relative error of region 0 against the float64 oracle, from outputs that held NaN; of the
+    log-sum-exp too, where the provider writes it."""
     work.out.fill_(torch.nan)
     work.lse.fill_(torch.nan)
     call(0)
     latent, rope = work.layout.split(work.q[0])
     exact, exact_lse = verify_attention_reference(
         latent, rope, work.pool, work.batches[0], sm_scale=work.sm_scale, layout=work.layout)
-    return max(relative_error(work.out, exact), relative_error(work.lse, exact_lse))
+    error = relative_error(work.out, exact)
+    return error if work.lse.isnan().all() else max(error, relative_error(work.lse, exact_lse))
 
 
 def time_graph(work: Workload, call: Callable[[int], None], *, seconds: float = 0.25
@@ -235,7 +274,6 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
         by :mod:`mla_kernels.device`), ``regions``, ``note`` (why there is no time), and
         :func:`mla_kernels.device.provenance`.
     """
-    origin = provenance()
     records = []
     for shape in tqdm(shapes, leave=False, unit="shape"):
         work = make_workload(shape, seed=seed)
@@ -256,10 +294,11 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
                     "tflops": attention_flops(*counts) / latency / 1e6,
                     "gbps": attention_bytes(*counts) / latency / 1e3,
                 }
-            records.append(record | origin)
+            records.append(record)
         del work
         torch.cuda.empty_cache()
-    return pd.DataFrame.from_records(records)
+    # Last, when all that was measured has been imported and has a version.
+    return pd.DataFrame.from_records(records).assign(**provenance())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import importlib.metadata
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -127,6 +129,10 @@ def provenance() -> dict[str, object]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
+    try:
+        sglang_version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        sglang_version = getattr(sys.modules.get("sglang"), "__version__", None)
     commit = os.environ.get("MLA_KERNELS_COMMIT")
     if not commit:
         done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12",
@@ -141,5 +147,5 @@ def provenance() -> dict[str, object]:
         "gpu": gpu.name if gpu else None, "arch": gpu.arch if gpu else None,
         "sms": gpu.sms if gpu else None, "driver": gpu.driver if gpu else None,
         "power_and_max_clock": power, "cuda": torch.version.cuda, "torch": torch.__version__,
-        "triton": triton_version, "commit": commit, "date": datetime.date.today().isoformat(),
+        "triton": triton_version, "sglang": sglang_version, "commit": commit, "date": datetime.date.today().isoformat(),
     }

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,7 +101,9 @@ def examine() -> Examination:
     found = Examination()
     for name, check in CHECKS.items():
         try:
-            status, detail, fix = check()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of an old driver; so does a check
+                status, detail, fix = check()
         except Exception as error:
             status, detail, fix = MISSING, f"{type(error).__name__}: {error}", ""
         found.append(Check(name, status, detail, fix))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -26,7 +27,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from .batch import VerifyBatch
+from .build import KernelReport
 from .layout import KVLayout
+from .schedule import Share
 from .synthetic import HeapStep
 from .tree import DraftTree
 
@@ -802,4 +805,336 @@ def mask_bytes(
     figure.draw_without_rendering()
     _label_ends(ax, [(nodes[-1], line[-1], name, color)
                      for (name, line), color in zip(sizes.items(), SERIES, strict=False)])
+    return figure
+
+
+# -- the workbook -------------------------------------------------------------------------
+
+
+@_styled
+def marks(
+    rows: Mapping[str, Mapping[str, str]], *, columns: Sequence[str], title: str = "",
+    note: str = "",
+) -> Figure:
+    """A table of marks: which rows have which columns.
+
+    Args:
+        rows: for each row its columns, with how: ``"yes"`` (a filled dot), ``"part"`` (a ring)
+            or ``"no"`` (a cross); a column that a row does not name stays empty.
+        columns: in order.
+    """
+    longest = max(len(c) for c in columns)
+    figure, ax = _new_figure(0.7 + 0.36 * len(rows) + (0.2 if longest > 12 else 0)
+                             + (0.25 if title else 0) + (0.3 if note else 0))
+    look = {"yes": ("o", COLOR["right"], COLOR["right"]), "part": ("o", "white", COLOR["right"]),
+            "no": ("x", COLOR["wrong"], COLOR["wrong"])}
+    for y, marked in enumerate(rows.values()):
+        if y % 2 == 0:
+            ax.axhspan(y - 0.5, y + 0.5, color=_tint(COLOR["faint"], 0.25), linewidth=0)
+        for x, column in enumerate(columns):
+            if how := marked.get(column):
+                marker, face, edge = look[how]
+                ax.plot(x, y, marker, markersize=9 if marker == "o" else 7,
+                        markerfacecolor=face, markeredgecolor=edge, markeredgewidth=2)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_xticks(range(len(columns)), list(columns))
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.set_title(title)
+    if note:
+        _note(ax, note, below=6)
+    return figure
+
+
+# -- the kernel ---------------------------------------------------------------------------
+
+#: Regions of a block's shared memory, in a fixed order of colours.
+_REGION_COLORS = (COLOR["latent"], COLOR["rope"], COLOR["right"], SERIES[3], SERIES[5],
+                  SERIES[6], SERIES[4])
+
+
+def _limit_line(ax: Axes, limit: float, text: str) -> None:
+    """A vertical line that values must stay left of, named on top."""
+    ax.axvline(limit, color=COLOR["wrong"], linewidth=1.5)
+    ax.annotate(text, (limit, 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
+                textcoords="offset points", ha="right", va="bottom", fontsize=9,
+                color=COLOR["wrong"])
+
+
+@_styled
+def smem_budget(
+    shapes: Mapping[str, Mapping[str, int]], limit: int, *, title: str = ""
+) -> Figure:
+    """What a block's shared memory is spent on, a stacked bar for each tile shape.
+
+    Args:
+        shapes: for each tile shape the bytes of its regions, in order.
+        limit: bytes that a block may have.
+    """
+    names = list(dict.fromkeys(name for parts in shapes.values() for name in parts))
+    color = dict(zip(names, _REGION_COLORS, strict=False))
+    figure, ax = _new_figure(1.35 + 0.52 * len(shapes))
+    shown: dict[str, Any] = {}
+    for y, parts in enumerate(shapes.values()):
+        left = 0
+        for name, size in parts.items():
+            if not size:
+                continue
+            bar = ax.barh(y, size, left=left, height=0.6, color=color[name], edgecolor="white",
+                          linewidth=0.6)
+            # Slivers would only draw their white edges.
+            if size < limit / 300:
+                bar[0].set_edgecolor(color[name])
+            else:
+                shown.setdefault(name, bar)
+            if size > limit / 8:
+                ax.text(left + size / 2, y, f"{name}  {size:,} B", ha="center", va="center",
+                        color=_text_on(color[name]), fontsize=9.5)
+            elif size > limit / 25:
+                ax.text(left + size / 2, y, f"{size:,}", ha="center", va="center",
+                        color=_text_on(color[name]), fontsize=8)
+            left += size
+        ax.annotate(f"{left:,} B\n{limit - left:,} to spare", (limit, y), xytext=(8, 0),
+                    textcoords="offset points", va="center", fontsize=9, linespacing=1.25)
+    ax.set_yticks(range(len(shapes)), list(shapes))
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlim(0, limit * 1.16)
+    ticks = range(0, limit + 1, 16384)
+    ax.set_xticks(ticks, [f"{t // 1024}" for t in ticks])
+    ax.set_xlabel("KiB of shared memory in a block")
+    _limit_line(ax, limit, f"limit of sm_120: {limit:,} B")
+    ax.set_title(title, pad=20)
+    ax.legend(list(shown.values()), list(shown), loc="upper center",
+              bbox_to_anchor=(0.5, -0.32), ncols=len(shown), handlelength=1,
+              columnspacing=1.4)
+    return figure
+
+
+@_styled
+def resources(
+    reports: Sequence[KernelReport], *, smem_limit: int, register_limit: int, title: str = ""
+) -> Figure:
+    """Registers and shared memory of each kernel against what a target allows."""
+    figure, (left, right) = _new_figure(0.95 + 0.36 * len(reports) + (0.3 if title else 0), 1, 2,
+                                        sharey=True)
+    for ax, values, limit, name, unit in (
+            (left, [r.registers for r in reports], register_limit, "registers", ""),
+            (right, [r.smem_bytes for r in reports], smem_limit, "shared memory", " B")):
+        for y, (value, report) in enumerate(zip(values, reports, strict=True)):
+            over = value > limit or (ax is left and report.spill_bytes)
+            color = COLOR["wrong"] if over else (
+                COLOR["latent"] if report.kernel == "tree_verify" else COLOR["faint"])
+            ax.barh(y, value, height=0.62, color=color)
+            text = f"{value:,}{unit}" + (
+                f", {report.spill_bytes} B spilled" if ax is left and report.spill_bytes else "")
+            inside = value > 0.6 * limit
+            ax.annotate(text, (value, y), xytext=(-6 if inside else 6, 0),
+                        textcoords="offset points", va="center", ha="right" if inside else "left",
+                        color=_text_on(color) if inside else COLOR["ink"], fontsize=9.5)
+        _limit_line(ax, limit, f"limit: {limit:,}{unit}")
+        ax.set_xlim(0, limit * 1.04)
+        ax.set_xticks([])
+        ax.set_xlabel("registers a thread" if ax is left else "shared memory a block")
+        ax.tick_params(axis="y", length=0)
+        for side in ("bottom", "left"):
+            ax.spines[side].set_visible(False)
+    left.set_yticks(range(len(reports)), [_short_name(r) for r in reports])
+    left.invert_yaxis()
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def _short_name(report: KernelReport) -> str:
+    split = f", {report.split} warp{'s' if report.split > 1 else ''}" if report.split else ""
+    return f"{report.kernel}, {report.dtype}, {report.rows} rows{split}"
+
+
+@_styled
+def instruction_mix(
+    reports: Sequence[KernelReport], names: Mapping[str, str], *, title: str = ""
+) -> Figure:
+    """How many instructions of each kind stand in the machine code of each kernel.
+
+    Args:
+        reports: kernels to compare; a bar each in every group.
+        names: SASS mnemonics and what they are, for the groups.
+    """
+    kinds = [k for k in names if any(k in r.sass for r in reports)]
+    figure, ax = _new_figure(3.0)
+    width = 0.8 / max(len(reports), 1)
+    top = max((r.sass.get(k, 0) for r in reports for k in kinds), default=1) or 1
+    for i, report in enumerate(reports):
+        places = [x - 0.4 + (i + 0.5) * width for x in range(len(kinds))]
+        counts = [report.sass.get(k, 0) for k in kinds]
+        total = report.sass.get("total")
+        ax.bar(places, counts, width=0.92 * width, color=SERIES[i % len(SERIES)],
+               label=f"{report.rows} rows" + (f" ({total:,} in all)" if total else ""))
+        for x, count in zip(places, counts, strict=True):
+            ax.annotate(str(count), (x, count), xytext=(0, 2), textcoords="offset points",
+                        ha="center", va="bottom", fontsize=8,
+                        color=COLOR["ink"] if count else COLOR["muted"])
+    ax.set_xticks(range(len(kinds)), [k + "\n" + textwrap.fill(names[k], 13) for k in kinds],
+                  fontsize=8)
+    ax.tick_params(axis="x", length=0)
+    ax.set(ylim=(0, 1.25 * top), ylabel="instructions in the program",
+           xlim=(-0.5, max(len(kinds), 1) - 0.5), title=title)
+    ax.legend(loc="upper left", ncols=len(reports))
+    _grid(ax)
+    return figure
+
+
+@_styled
+def warp_roles(config: Mapping[str, int], layout: KVLayout, *, title: str = "") -> Figure:
+    """One tile in shared memory, and which warps read which part of it: once as keys, for the
+    scores, and once as values.
+
+    Args:
+        config: one tile shape's constants, as ``source.constants`` returns them.
+        layout: order of the row.
+    """
+    tokens, warps = config["kTokens"], config["kWarps"]
+    groups, dims, splits = config["kRowGroups"], config["kDimSplits"], config["kTokenSplits"]
+    width = layout.row_dim
+    figure, (top, bottom) = _new_figure(4.3, 2, 1)
+    # Warp w works on row group w % groups, dimensions w / groups % dims, tokens beyond that.
+    for split in range(splits):
+        for dim in range(dims):
+            own = [w for w in range(warps)
+                   if w // groups % dims == dim and w // (groups * dims) == split]
+            x, w = dim * width / dims, width / dims
+            y, h = split * tokens / splits, tokens / splits
+            color = _tint((COLOR["right"], COLOR["rope"], SERIES[3], SERIES[6])[dim % 4],
+                          0.3 if split % 2 else 0.5)
+            top.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white",
+                                    linewidth=1.5))
+            who = f"warp {own[0]}" if len(own) == 1 else f"warps {own[0]}–{own[-1]}"
+            each = "" if len(own) == 1 else ", 16 query rows each"
+            top.text(x + w / 2, y + h / 2, who + each, ha="center", va="center", fontsize=9,
+                     color=_text_on(color))
+    latent, rope = layout.latent_slice, layout.rope_slice
+    step = (latent.stop - latent.start) / warps
+    for warp in range(warps):
+        x = latent.start + warp * step
+        color = _tint(COLOR["latent"], 0.35 if warp % 2 else 0.6)
+        bottom.add_patch(Rectangle((x, 0), step, tokens, facecolor=color, edgecolor="white",
+                                   linewidth=1.5))
+        bottom.text(x + step / 2, tokens / 2, f"warp {warp}\n{step:.0f}", ha="center",
+                    va="center", fontsize=9, color=_text_on(color), linespacing=1.3)
+    bottom.add_patch(Rectangle((rope.start, 0), rope.stop - rope.start, tokens, hatch="////",
+                               facecolor="white", edgecolor=COLOR["faint"], linewidth=1.2))
+    bottom.text((rope.start + rope.stop) / 2, tokens / 2, "not\nread", ha="center", va="center",
+                fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    edges = sorted({0, layout.segments[0].stop, width})
+    for ax, name in ((top, f"As keys, S = Q Kᵀ: all {width} values of a row"),
+                     (bottom, f"As values, O += P V: the {layout.kv_lora_rank} of the latent")):
+        ax.set(xlim=(-2, width + 2), ylim=(tokens, 0), title=name)
+        ax.set_xticks(edges if ax is bottom else sorted({*edges, *(
+            round(d * width / dims) for d in range(dims + 1))}))
+        ax.set_yticks([0, tokens])
+        ax.set_ylabel("cache rows")
+        ax.tick_params(length=0)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    bottom.set_xlabel("element of the row")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+_GROUP_COLORS = tuple(_tint(c, 0.6) for c in (
+    COLOR["latent"], COLOR["rope"], COLOR["right"], SERIES[3], SERIES[6], SERIES[5]))
+
+
+@_styled
+def shares(
+    tiles: Sequence[int], shared: Sequence[Share], *, names: Sequence[str] | None = None,
+    title: str = "",
+) -> Figure:
+    """How the tiles of a batch are shared out: a bar for each request, a colour and a number
+    for each work group. A share with a stripe below leaves a partial result; the stripe's shade
+    is the slot that it goes to.
+
+    Args:
+        tiles: of each request.
+        shared: as ``schedule.share_out`` returns it.
+        names: of the requests.
+    """
+    names = names or [f"request {b}" for b in range(len(tiles))]
+    figure, ax = _new_figure(1.25 + 0.42 * len(tiles))
+    longest = max(max(tiles, default=1), 1)
+    for share in shared:
+        color = _GROUP_COLORS[share.group % len(_GROUP_COLORS)]
+        ax.add_patch(Rectangle((share.begin, share.request - 0.36), share.tiles, 0.72,
+                               facecolor=color, edgecolor="white", linewidth=1.5))
+        if share.partial:
+            ax.add_patch(Rectangle((share.begin, share.request + 0.2), share.tiles, 0.16,
+                                   facecolor=COLOR["ink"] if share.slot else COLOR["muted"],
+                                   edgecolor="white", linewidth=1.5))
+        if share.tiles > longest / 45:
+            ax.text(share.begin + share.tiles / 2, share.request - (0.08 if share.partial else 0),
+                    str(share.group), ha="center", va="center_baseline", fontsize=9,
+                    color=_text_on(color))
+    for b, count in enumerate(tiles):
+        pieces = [s for s in shared if s.request == b]
+        merged = f"{len(pieces)} to merge" if len(pieces) > 1 else (
+            "whole" if pieces else "no work")
+        ax.annotate(f"{count} tile{'' if count == 1 else 's'}, {merged}", (count, b),
+                    xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set_yticks(range(len(tiles)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set(xlim=(0, longest * 1.25), ylim=(len(tiles) - 0.5, -0.5), title=title,
+           xlabel="tile of the request")
+    ax.set_xticks([t for t in ax.get_xticks() if 0 <= t <= longest])
+    handles = [Rectangle((0, 0), 1, 1, facecolor=COLOR["muted"]),
+               Rectangle((0, 0), 1, 1, facecolor=COLOR["ink"])]
+    ax.legend(handles, ["partial result in the group's slot 0", "in its slot 1"],
+              loc="upper right", bbox_to_anchor=(1, -0.12 - 0.25 / max(len(tiles), 1)), ncols=2,
+              handlelength=1.4, handleheight=0.4, columnspacing=1.4)
+    return figure
+
+
+@_styled
+def error_margins(
+    worst: Mapping[str, float], tolerance: Mapping[str, float], names: Mapping[str, str], *,
+    title: str = "", note: str = "",
+) -> Figure:
+    """The worst errors of a check, each against its tolerance.
+
+    Args:
+        worst, tolerance: by the same keys.
+        names: keys and what they are called, in order.
+    """
+    figure, ax = _new_figure(0.75 + 0.45 * len(names) + (0.25 if title else 0)
+                             + (0.3 if note else 0))
+    finite = [v for v in worst.values() if 0 < v < math.inf]
+    low = 10 ** math.floor(math.log10(min([*finite, *tolerance.values()])) - 0.3)
+    high = max([*tolerance.values(), *finite])
+    for y, key in enumerate(names):
+        value, limit = worst[key], tolerance[key]
+        good = value <= limit
+        end = min(max(value, low), high)
+        ax.plot([low, end], [y, y], color=COLOR["right"] if good else COLOR["wrong"],
+                linewidth=9, solid_capstyle="butt")
+        ax.plot([limit, limit], [y - 0.32, y + 0.32], color=COLOR["wrong"], linewidth=2)
+        text = f"worst {value:.2g}, allowed {limit:.2g}" + ("" if good else ": failed")
+        ax.annotate(text, (max(limit, end), y), xytext=(8, 0), textcoords="offset points",
+                    va="center", fontsize=9.5)
+    ax.set_xscale("log")
+    ax.minorticks_off()
+    ax.set_yticks(range(len(names)), list(names.values()))
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set(xlim=(low, high * (high / low) ** 0.6), ylim=(len(names) - 0.5, -0.5),
+           xlabel="error (logarithmic)", title=title)
+    ax.set_xticks([10.0**k for k in range(round(math.log10(low)), math.ceil(math.log10(high)))])
+    _grid(ax, "x")
+    if note:
+        _note(ax, note, below=36)
     return figure

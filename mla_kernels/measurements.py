@@ -6,7 +6,6 @@ shape and provider, with where and with what it was measured in the row itself.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ NAMES = {
     "cuda": "our CUDA kernel",
     "triton_split": "our Triton, split-KV",
     "triton_serial": "our Triton, serial per head",
-    "sglang_extend": "SGLang extend_attention (Triton)",
+    "sglang_extend": "SGLang's Triton extend",
 }
 
 
@@ -48,7 +47,8 @@ def load(path: Path | str) -> pd.DataFrame:
         FileNotFoundError: no such file.
         ValueError: see :func:`validate`.
     """
-    frame = pd.read_csv(path)
+    # A commit of digits alone must stay text.
+    frame = pd.read_csv(path, dtype={"commit": str, "date": str, "driver": str, "cuda": str})
     validate(frame, str(path))
     return frame
 
@@ -107,17 +107,8 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
             fail(f"{column} must be one value in all rows; got {frame[column].unique().tolist()}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Speedups:
-    """A provider's times over a baseline's, for the shapes that have both."""
-
-    table: pd.DataFrame
-    provider: str
-    baseline: str
-
-
-def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "triton_serial",
-             ) -> Speedups:
+def speedups(frame: pd.DataFrame, provider: str = "cuda",
+             baseline: str = "triton_serial") -> pd.DataFrame:
     """How many times faster ``provider`` is than ``baseline``.
 
     Returns:
@@ -134,7 +125,7 @@ def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "trito
     wide = wide[[provider, baseline]].dropna().reset_index()
     wide.columns = [*SHAPE, "latency_us", "baseline_us"]
     wide["speedup"] = wide["baseline_us"] / wide["latency_us"]
-    return Speedups(wide, provider, baseline)
+    return wide
 
 
 def sweep(frame: pd.DataFrame, along: str, provider: str, **fixed: int) -> pd.DataFrame:

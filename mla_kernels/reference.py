@@ -30,8 +30,8 @@ def attend(
 
     Returns:
         ``out`` ``[T, H, V]`` and ``lse`` ``[T, H]`` float64, the natural log of the sum of
-        exponentials. A row that sees nothing gives 0 and -inf. What is not visible has no
-        influence, be it NaN.
+        exponentials. A token that sees nothing gives 0 and -inf. What a token does not see has
+        no influence on it, be it NaN.
     """
     q, keys, values = q.double(), keys.double(), values.double()
     # Rows that nobody sees may hold anything; 0 * NaN would spread it.
@@ -46,7 +46,13 @@ def attend(
         return q.new_zeros(shape), q.new_full(q.shape[:2], -torch.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
-    return torch.einsum("thn,nv->thv", weights, values), lse
+    # A row may hold NaN that some tokens see and others do not: 0 * NaN would spread it.
+    broken = ~values.isfinite().all(-1)
+    out = torch.einsum("thn,nv->thv", weights, values.masked_fill(broken[:, None], 0.0))
+    for n in broken.nonzero()[:, 0]:
+        sees = visible[:, n]
+        out[sees] += weights[sees][:, :, n, None] * values[n]
+    return out, lse
 
 
 def verify_attention_reference(

@@ -209,10 +209,10 @@ def kary(branching: int | Sequence[int], num_nodes: int | None = None) -> DraftT
             be given), or one for each level.
         num_nodes: stop at this many nodes, the root included.
     """
-    if isinstance(branching, int):
+    if isinstance(branching, (int, np.integer)):
         if num_nodes is None:
             raise ValueError("num_nodes must be given when branching is one number")
-        levels: Iterable[int] = itertools.repeat(branching)
+        levels: Iterable[int] = itertools.repeat(int(branching))
     else:
         levels = list(branching)
     limit = MAX_NODES + 1 if num_nodes is None else num_nodes

@@ -96,3 +96,37 @@ def check(answer: Any, test: Callable[[Any], bool | str]) -> None:
         print(f"Right: {answer!r}")
     else:
         print(f"Not right yet: {answer!r}" + (f". {verdict}" if verdict else ""))
+
+
+def action(label: str, run: Callable[[], Any], *, unavailable: str = "") -> ipywidgets.VBox:
+    """A button for what takes long: nothing happens until it is pressed.
+
+    Args:
+        label: what the button does, as its text.
+        run: called when it is pressed; its result is displayed below, and so is what it prints
+            and its progress bar. What it raises is shown as one line.
+        unavailable: why it cannot run here; the button is then disabled and the reason shown.
+    """
+    button = ipywidgets.Button(description=label, layout=ipywidgets.Layout(width="auto"),
+                               disabled=bool(unavailable))
+    output = ipywidgets.Output()
+
+    def press(_: Any) -> None:
+        button.disabled = True
+        output.clear_output()
+        with output:
+            try:
+                result = run()
+                if result is not None:
+                    display(result)
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}")
+            finally:
+                button.disabled = False
+
+    button.on_click(press)
+    if unavailable:
+        _say(output, unavailable + "\n")
+    box = ipywidgets.VBox([button, output])
+    box.button, box.output = button, output
+    return box

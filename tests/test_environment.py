@@ -157,7 +157,7 @@ def test_the_readme_s_commands_exist():
     code = "\n".join(re.findall(r"^ *```.*?^ *```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL))
     made = set(re.findall(r"\bmake (?:-\S+ )*([a-z][a-z-]*)\b(?!=)", code))
     assert {"lab", "test"} <= made <= targets(), f"not in the Makefile: {made - targets()}"
-    for name in re.findall(r"conda activate (\S+)", code):
+    for name in re.findall(r"conda activate ([\w.-]+)", code):
         assert name == CONDA["name"]
     for file in re.findall(r"(?:-f|--file) (\S+\.yml)", code):
         assert (ROOT / file).exists()

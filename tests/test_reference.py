@@ -414,8 +414,6 @@ def test_attend_with_no_rows_at_all():
     assert (lse == -torch.inf).all() and lse.shape == (3, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="attend drops only the rows that no token sees; for a row "
-                   "that some token sees, 0 * NaN spreads to the others")
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_what_one_token_does_not_see_has_no_influence_on_it(junk, rng):
     """Though another token sees it, and is spoiled by it."""

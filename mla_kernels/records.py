@@ -1,0 +1,76 @@
+"""Recorded checks: what ``python -m mla_kernels.check --out`` wrote on some machine.
+
+One JSON file a run in ``data/checks``. A machine without a GPU shows these instead of running
+the kernel, and says where and when they were made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+#: The repository's folder of checks; the project is installed in place.
+FOLDER = Path(__file__).parent.parent / "data" / "checks"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckRecord:
+    """One run of random cases against the float64 oracle.
+
+    Args:
+        worst, tolerance: by ``out``, ``row`` and ``lse``; see ``mla_kernels.check``.
+        origin: device, driver, versions, commit and date, as far as the file has them.
+    """
+
+    cases: int
+    failed: int
+    first_seed: int
+    backend: tuple[str, ...]
+    worst: dict[str, float]
+    tolerance: dict[str, float]
+    max_nodes: int
+    origin: dict[str, str]
+
+    @property
+    def command(self) -> str:
+        """What repeats the run, on such a machine."""
+        return (f"python -m mla_kernels.check --cases {self.cases} --seed {self.first_seed} "
+                f"--backend {','.join(self.backend)} --max-nodes {self.max_nodes}")
+
+    def __str__(self) -> str:
+        o = self.origin
+        where = ", ".join(f"{label} {o[key]}" for key, label in (
+            ("driver", "driver"), ("cuda", "CUDA"), ("torch", "torch"), ("commit", "commit"))
+            if o.get(key))
+        return (f"{self.cases - self.failed} of {self.cases} random cases passed on "
+                f"{o.get('device', 'an unknown device')} with {', '.join(self.backend)} on "
+                f"{o.get('date', 'an unknown date')} ({where})")
+
+
+def load(path: Path | str) -> CheckRecord:
+    """One file.
+
+    Raises:
+        ValueError: it is not what ``mla_kernels.check`` writes; the message says what is wrong.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        record = CheckRecord(
+            cases=int(data["cases"]), failed=int(data["failed"]),
+            first_seed=int(data["first_seed"]), backend=tuple(data["backend"]),
+            worst={k: float(data["worst"][k]) for k in ("out", "row", "lse")},
+            tolerance={k: float(data["tolerance"][k]) for k in ("out", "row", "lse")},
+            max_nodes=int(data["max_nodes"]),
+            origin={k: str(data[k]) for k in ("device", "driver", "cuda", "torch", "commit",
+                                              "date") if data.get(k)},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a record of mla_kernels.check "
+                         f"({type(error).__name__}: {error})") from error
+    return record
+
+
+def checks(folder: Path | str = FOLDER) -> list[CheckRecord]:
+    """Every recorded check, by file name; empty where nothing is recorded yet."""
+    return [load(path) for path in sorted(Path(folder).glob("*.json"))]

@@ -1,0 +1,143 @@
+"""Recorded data: every file is valid, the README's table is the data's, and the validator and
+the pictures refuse what they should."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from mla_kernels import figures_speed, measurements
+from mla_kernels.bench import PRESETS
+from mla_kernels.check import LSE_TOLERANCE, OUT_TOLERANCE, ROW_TOLERANCE
+
+ROOT = Path(__file__).parent.parent
+SPINE = [dataclasses.astuple(s) for s in PRESETS["spine"]]
+
+
+@pytest.fixture
+def run():
+    return measurements.latest("H200")
+
+
+def test_there_are_measurements_and_all_are_valid():
+    paths = measurements.files()
+    assert paths
+    for path in paths:
+        assert len(measurements.load(path)) > 0
+
+
+def test_recorded_check_is_of_enough_cases_and_passed():
+    for path in (ROOT / "data" / "checks").glob("*.json"):
+        summary = json.loads(path.read_text())
+        assert summary["cases"] >= 500 and summary["failed"] == 0, path.name
+        assert summary["worst"]["out"] <= OUT_TOLERANCE
+        assert summary["worst"]["row"] <= ROW_TOLERANCE
+        assert summary["worst"]["lse"] <= LSE_TOLERANCE
+        assert summary["backend"] == ["cuda"] and summary["commit"]
+
+
+def test_readme_table_is_the_data(run):
+    text = (ROOT / "README.md").read_text()
+    begin = text.index("<!-- measurements: begin -->")
+    end = text.index("<!-- measurements: end -->")
+    inside = text[begin:end]
+    providers = ["cuda", "triton_split",
+                 "sglang_extend" if "sglang_extend" in set(run["provider"]) else "triton_serial"]
+    assert measurements.markdown_table(run, SPINE, providers) in inside
+    assert measurements.origin(run) in inside
+
+
+def broken(frame, change):
+    frame = frame.copy()
+    change(frame)
+    return frame
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda f: f.pop("p10_us"), "columns missing: p10_us"),
+    (lambda f: f.loc.__setitem__((0, "error"), 0.5), "an error is out of"),
+    (lambda f: f.loc.__setitem__((0, "error"), np.nan), "lacks a number"),
+    (lambda f: f.loc.__setitem__((0, "p10_us"), 1e9), "p10 <= median <= p90"),
+    (lambda f: f.loc.__setitem__((0, "latency_us"), np.nan), "neither a time nor a note"),
+    (lambda f: f.loc.__setitem__((0, "tflops"), 1.0), "tflops does not follow"),
+    (lambda f: f.loc.__setitem__((0, "gpu"), "another"), "gpu must be one value"),
+    (lambda f: f.loc.__setitem__((0, "commit"), None), "commit must be one value"),
+    (lambda f: f.__setitem__("provider", "cuda"), "measured twice"),
+])
+def test_validator_refuses(run, change, message):
+    with pytest.raises(ValueError, match=message):
+        measurements.validate(broken(run, change), "a run")
+
+
+def test_missing_data_says_how_to_make_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="python -m mla_kernels.bench"):
+        measurements.latest(folder=tmp_path)
+
+
+def test_speedups_are_quotients(run):
+    table = measurements.speedups(run, "cuda", "triton_serial")
+    row = table.sample(1).iloc[0]
+    here = run[(run[measurements.SHAPE] == row[measurements.SHAPE]).all(axis=1)]
+    times = here.set_index("provider")["latency_us"]
+    assert row["speedup"] == pytest.approx(times["triton_serial"] / times["cuda"])
+    with pytest.raises(ValueError, match="baseline must be one of"):
+        measurements.speedups(run, "cuda", "nothing")
+
+
+def test_commit_of_digits_stays_text(run, tmp_path):
+    path = tmp_path / "run.csv"
+    run.assign(commit="0012345").to_csv(path, index=False)
+    assert measurements.load(path)["commit"].iloc[0] == "0012345"
+
+
+def lines_of(figure):
+    return [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2]
+
+
+def test_figures_draw_the_data(run):
+    figure = figures_speed.latency(run, "context", batch_size=1, num_heads=8, num_nodes=8)
+    assert isinstance(figure, Figure)
+    drawn = {tuple(line.get_ydata()) for line in lines_of(figure)}
+    rows = measurements.sweep(run, "context", "cuda", batch_size=1, num_heads=8, num_nodes=8)
+    assert tuple(rows["latency_us"]) in drawn
+    assert "µs" in figure.axes[0].get_ylabel()
+    assert run["commit"].iloc[0] in figure.get_supxlabel()
+
+    figure = figures_speed.speedup_over_context(run, num_nodes=[8, 64])
+    assert measurements.NAMES["triton_serial"] in figure.axes[0].get_ylabel()
+    for call in (lambda: figures_speed.speedup_bars(run, SPINE),
+                 lambda: figures_speed.share_of_ceiling(run, SPINE)):
+        labels = [t.get_text() for t in call().axes[0].get_yticklabels()]
+        assert len(labels) == len(SPINE)
+
+
+def test_computed_floor_is_dashed_and_below_everything_measured(run):
+    figure = figures_speed.latency(run, "num_nodes", batch_size=1, num_heads=8, context=16384)
+    dashed = [line for line in lines_of(figure) if line.get_linestyle() != "-"]
+    assert len(dashed) == 1
+    floor = np.array(dashed[0].get_ydata())
+    for line in lines_of(figure):
+        if line is not dashed[0]:
+            assert (np.array(line.get_ydata()) > floor).all()
+
+
+def test_figures_refuse_what_was_not_measured(run):
+    with pytest.raises(ValueError, match="no measurements along context"):
+        figures_speed.latency(run, "context", batch_size=77, num_heads=8, num_nodes=8)
+    with pytest.raises(ValueError, match="no shapes with"):
+        figures_speed.speedup_over_context(run, num_heads=77)
+    with pytest.raises(ValueError, match="not in this run"):
+        figures_speed.speedup_bars(run, [(7, 7, 7, 1024)])
+    with pytest.raises(ValueError, match="not in this run"):
+        figures_speed.share_of_ceiling(run, [(7, 7, 7, 1024)])
+
+
+def test_an_empty_cell_is_not_a_measurement(run):
+    frame = pd.concat([run, run.iloc[[0]].assign(provider="other", latency_us=np.nan,
+                                                  note="it needs 120,000 B of shared memory")])
+    measurements.validate(frame)
+    assert measurements.sweep(frame, "context", "other").empty
