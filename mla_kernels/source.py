@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+from IPython.display import Markdown
+
 from . import build
 
 #: What the regions of shared memory are for, by the constant at which they begin.
@@ -117,6 +120,16 @@ def load_inline_call() -> str:
     raise ValueError("build.py does not call load_inline")
 
 
+def listing(text: str, language: str) -> Markdown:
+    """Source text for a notebook to show, with its syntax in colours.
+
+    ``IPython.display.Code`` would do, but a page made from the notebook then sets it in a
+    proportional font.
+    """
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+    return Markdown(f"{fence}{language}\n{text.rstrip()}\n{fence}")
+
+
 # -- constants ----------------------------------------------------------------------------
 
 
@@ -185,6 +198,15 @@ def smem_parts(config: Mapping[str, int]) -> dict[str, int]:
     chain.reverse()
     return {REGIONS.get(name, name.removeprefix("k")): config[after] - config[name]
             for name, after in zip(chain, chain[1:], strict=False)}
+
+
+def report_table(reports: Sequence[build.KernelReport]) -> pd.DataFrame:
+    """What :func:`build.format_report` prints, as a table for a notebook."""
+    rows = {r.name: {"registers": r.registers, "spills, B": r.spill_bytes,
+                     "shared memory, B": f"{r.smem_bytes:,}",
+                     **{name: r.sass.get(name, "–") for name in ("HMMA", "LDSM", "LDGSTS", "BAR")},
+                     "all instructions": r.sass.get("total", "–")} for r in reports}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("kernel")
 
 
 # -- what a target accepts ----------------------------------------------------------------
