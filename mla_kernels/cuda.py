@@ -11,8 +11,8 @@ from . import build
 from .batch import VerifyBatch
 from .layout import KVLayout
 
-#: Cache rows of a tile by its query rows: kTokens of tree_verify.cuh.
-TILE_TOKENS = {16: 32, 32: 32, 64: 16}
+#: Cache rows of a tile: kTokens of tree_verify.cuh.
+TILE_TOKENS = 32
 
 #: Dimensions that the kernel is compiled for (kv_layout.cuh).
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
@@ -86,7 +86,7 @@ def plan(
     elif rows not in build.TILE_ROWS:
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
     row_tiles = -(-most // rows)
-    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS[rows])
+    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
     if groups is None:
         best, groups = -1.0, 1
         for waves in range(1, 5):

@@ -23,13 +23,8 @@ template <class Element_, int kRows_>
 struct VerifyConfig {
   using Element = Element_;
   static constexpr int kRows = kRows_;                      // 16, 32 or 64
-  // Cache rows a tile, and how its steps follow one another. At 64 rows the tensor cores are
-  // what counts: while the softmax of a tile waits for shuffles and exponentials, the scores of
-  // the next one are multiplied. Two tiles are then in use at once, so tiles are small.
-  static constexpr bool kLookAhead = kRows == 64;
-  static constexpr int kTokens = kLookAhead ? 16 : 32;
-  static constexpr int kPieceTokens = 16;                   // cache rows a stage
-  static constexpr int kPieces = kTokens / kPieceTokens;    // stages a tile takes
+  static constexpr int kTokens = 32;                        // cache rows a tile
+  static constexpr int kHalf = 16;                          // cache rows a stage: half a tile
   static constexpr int kStages = kRows == 16 ? 5 : 4;       // all that shared memory holds
   static constexpr int kWarps = 8, kThreads = kWarps * 32;
 
@@ -37,7 +32,7 @@ struct VerifyConfig {
   static constexpr int kDimSplits = 2;                      // 2   2   2
   static constexpr int kTokenSplits = kWarps / (kRowGroups * kDimSplits);  // 4   2   1
   static constexpr int kSteps = kRowDim / 16 / kDimSplits;  // 18 k16 steps a warp
-  static constexpr int kKeyTiles = kTokens / kTokenSplits / 8;             // 1   2   2
+  static constexpr int kKeyTiles = kTokens / kTokenSplits / 8;             // 1   2   4
   static constexpr int kValueTiles = kLatentDim / kWarps / 8;              // 8
 
   // 18 steps of Q are 72 registers a thread, and O takes 128 of the 255 at 64 rows: the last
@@ -47,26 +42,30 @@ struct VerifyConfig {
 
   // Softmax: kLanesPerRow neighbouring lanes share a row, kScores tokens each.
   static constexpr int kLanesPerRow = kThreads / kRows;     // 16  8   4
-  static constexpr int kScores = kTokens / kLanesPerRow;    // 2   4   4
+  static constexpr int kScores = kTokens / kLanesPerRow;    // 2   4   8
   // At 64 rows a row's tokens lie in one warp's fragments and only the other half of the
   // dimensions is missing, so warps swap half-fragments; else S goes through a plain matrix.
   static constexpr bool kSwapFragments = kTokenSplits == 1;
 
   // Shared memory, in bytes                                 16 rows   32 rows   64 rows
-  static constexpr int kStageBytes = kPieceTokens * kRowStride;  // 18,688 each
+  static constexpr int kStageBytes = kHalf * kRowStride;    // 18,688 each
   static constexpr int kScoreStride = kTokens + 8;          // floats: rows 8 banks apart
-  static constexpr int kProbStride = kTokens + 8;           // elements: rows 20 or 12 banks apart
+  static constexpr int kProbStride = kTokens + 8;           // elements: rows 20 banks apart
   static constexpr int kKV = 0;                             // 93,440    74,752    74,752
-  static constexpr int kS = kKV + kStages * kStageBytes;    //  5,120    10,240     4,096
-  static constexpr int kP = kS + (kSwapFragments ? kWarps * kKeyTiles * 256
+  static constexpr int kS = kKV + kStages * kStageBytes;    //  5,120    10,240     8,192
+  static constexpr int kP = kS + (kSwapFragments ? kWarps * 1024
                                                  : kDimSplits * kRows * kScoreStride * 4);
-  static constexpr int kRescale = kP + kRows * kProbStride * 2;  // P: 1,280  2,560  3,072
+  static constexpr int kRescale = kP + kRows * kProbStride * 2;  // P: 1,280  2,560  5,120
   static constexpr int kQ = kRescale + kRows * 4;           //     64       128       256
   static constexpr int kBarriers = kQ + kWarps * kStepsInSmem * 512;  // Q: 0  0  12,288
   static constexpr int kSegment = kBarriers + 2 * kStages * 8;   //    80       64        64
   static constexpr int kSmemBytes = kSegment + sizeof(Segment);  //    24       24        24
-  // Sum                                                      100,008    87,768    94,552
+  // Sum                                                      100,008    87,768   100,696
   static_assert(kSmemBytes <= 101376, "over the shared memory of an sm_120 block");
+
+  // The next tile's copies go out between the steps of the scores, where they disturb least, or
+  // as soon as their stage is free, where the time until they land is what counts.
+  static constexpr bool kCopyInScores = kRows > 32;
 
   // Q passes through the last stage on its way to registers, 4 steps at a time; the first tiles
   // are copied to the other stages meanwhile.
@@ -121,81 +120,69 @@ struct VerifyBlock {
   }
 
   // ---- stages ---------------------------------------------------------------------------
-  // Tiles are numbered through all segments of the block. Tile n has the pieces kPieces * n and
-  // so on, and piece h lies in stage h % kStages.
+  // Tiles are numbered through all segments of the block. The halves of tile n are the halves
+  // 2 n and 2 n + 1, and half h lies in stage h % kStages.
 
-  __device__ __forceinline__ uint32_t KV_smem(uint32_t piece) const {
-    return smem + C::kKV + piece % C::kStages * C::kStageBytes;
+  __device__ __forceinline__ uint32_t KV_smem(uint32_t half) const {
+    return smem + C::kKV + half % C::kStages * C::kStageBytes;
   }
-  // A piece of a tile. With an even number of stages those of one tile lie side by side.
-  __device__ __forceinline__ uint32_t KV_smem(uint32_t tile, int piece) const {
-    return C::kStages % C::kPieces ? KV_smem(C::kPieces * tile + piece)
-                                   : KV_smem(C::kPieces * tile) + piece * C::kStageBytes;
+  // Half 0 or 1 of a tile. With an even number of stages they lie side by side.
+  __device__ __forceinline__ uint32_t KV_smem(uint32_t tile, int half) const {
+    return C::kStages % 2 ? KV_smem(2 * tile + half)
+                          : KV_smem(2 * tile) + half * C::kStageBytes;
   }
   // Its copies have landed.
-  __device__ __forceinline__ uint32_t full(uint32_t piece) const {
-    return smem + C::kBarriers + piece % C::kStages * 8;
+  __device__ __forceinline__ uint32_t full(uint32_t half) const {
+    return smem + C::kBarriers + half % C::kStages * 8;
   }
-  // All warps are done with it: its stage may be filled again. Not used with kLookAhead, where a
-  // barrier of the block comes between the two anyway.
-  __device__ __forceinline__ uint32_t empty(uint32_t piece) const {
-    return smem + C::kBarriers + (C::kStages + piece % C::kStages) * 8;
+  // All warps are done with it: its stage may be filled again.
+  __device__ __forceinline__ uint32_t empty(uint32_t half) const {
+    return smem + C::kBarriers + (C::kStages + half % C::kStages) * 8;
   }
-  static __device__ __forceinline__ uint32_t parity(uint32_t piece) {
-    return piece / C::kStages & 1;
+  static __device__ __forceinline__ uint32_t parity(uint32_t half) {
+    return half / C::kStages & 1;
   }
   __device__ __forceinline__ void init_barriers() const {
     if (threadIdx.x == 0)
       for (int i = 0; i < C::kStages; ++i) {
-        barrier_init(full(i), C::kThreads / C::kPieces);
+        barrier_init(full(i), C::kThreads / 2);
         barrier_init(empty(i), C::kThreads);
       }
     __syncthreads();
   }
   __device__ __forceinline__ void wait_full(uint32_t tile) const {
-#pragma unroll
-    for (int i = 0; i < C::kPieces; ++i)
-      barrier_wait(full(C::kPieces * tile + i), parity(C::kPieces * tile + i));
+    barrier_wait(full(2 * tile), parity(2 * tile));
+    barrier_wait(full(2 * tile + 1), parity(2 * tile + 1));
   }
   __device__ __forceinline__ void release(uint32_t tile) const {
-#pragma unroll
-    for (int i = 0; i < C::kPieces; ++i) barrier_arrive(empty(C::kPieces * tile + i));
-  }
-  __device__ __forceinline__ void wait_empty(uint32_t piece) const {
-    if (!C::kLookAhead && piece >= C::kStages)
-      barrier_wait(empty(piece), parity(piece - C::kStages));
+    barrier_arrive(empty(2 * tile));
+    barrier_arrive(empty(2 * tile + 1));
   }
 
   // ---- loads ----------------------------------------------------------------------------
 
-  // A warp copies 4 rows of a tile of 32, 8 lanes a row, or 2 rows of a tile of 16, 16 lanes a
-  // row; a row has 72 chunks of 16 bytes.
-  static constexpr int kCopyRows = C::kTokens / C::kWarps, kCopyLanes = 32 / kCopyRows;
-  static constexpr int kCopies = (kRowChunks + kCopyLanes - 1) / kCopyLanes;
-  __device__ __forceinline__ int copy_row() const { return warp * kCopyRows + lane / kCopyLanes; }
-  // The piece that this warp copies of a tile.
-  __device__ __forceinline__ uint32_t copy_piece(uint32_t tile) const {
-    return C::kPieces * tile + (C::kPieces > 1 ? copy_row() / C::kPieceTokens : 0);
-  }
-  __device__ __forceinline__ uint32_t copy_target(uint32_t piece) const {
-    return KV_smem(piece) + copy_row() % C::kPieceTokens * kRowStride + lane % kCopyLanes * 16;
+  // Four warps copy the first halves of tiles and four the second ones: 4 rows each, 8 lanes a
+  // row, 9 chunks of 16 bytes a lane.
+  static constexpr int kCopies = kRowChunks / 8;
+  __device__ __forceinline__ int copy_half() const { return warp / 4; }
+  __device__ __forceinline__ uint32_t copy_target(uint32_t half) const {
+    return KV_smem(half) + (warp % 4 * 4 + lane / 8) * kRowStride + lane % 8 * 16;
   }
   // The position of the lane's row of a tile (of the request's).
   __device__ __forceinline__ int copy_position(int tile) const {
-    return tile * C::kTokens + copy_row();
+    return tile * C::kTokens + warp * 4 + lane / 8;
   }
-  __device__ __forceinline__ void copy_chunk(int c, uint32_t to, const char* from) const {
-    if ((c + 1) * kCopyLanes <= kRowChunks || lane % kCopyLanes < kRowChunks % kCopyLanes)
-      copy_async_16B(to + c * kCopyLanes * 16, from + c * kCopyLanes * 16);
+  __device__ __forceinline__ void wait_empty(uint32_t half) const {
+    if (half >= C::kStages) barrier_wait(empty(half), parity(half - C::kStages));
   }
-  __device__ __forceinline__ void copy(uint32_t piece, const char* from) const {
-    wait_empty(piece);
-    uint32_t to = copy_target(piece);
+  __device__ __forceinline__ void copy(uint32_t half, const char* from) const {
+    wait_empty(half);
+    uint32_t to = copy_target(half);
     pin(to);
     pin(from);
 #pragma unroll
-    for (int c = 0; c < kCopies; ++c) copy_chunk(c, to, from);
-    copy_async_arrive(full(piece));
+    for (int c = 0; c < kCopies; ++c) copy_async_16B(to + c * 128, from + c * 128);
+    copy_async_arrive(full(half));
   }
 
   // The warp's 16 rows and half of the dimensions of Q, in the order of the cache row, so that a
@@ -230,7 +217,7 @@ struct VerifyBlock {
   // ... and through a scratch of this warp's own to fragments.
   __device__ __forceinline__ void queries_to_fragments(const uint4 (&piece)[kRounds][4]) {
     const uint32_t scratch =
-        KV_smem(C::kPieces * tiles_before + C::kStages - 1) + warp * 16 * C::kScratchStride;
+        KV_smem(2 * tiles_before + C::kStages - 1) + warp * 16 * C::kScratchStride;
     const uint32_t put = scratch + lane / 8 * C::kScratchStride + lane % 8 * 16;
     const uint32_t get = scratch + lane % 16 * C::kScratchStride + lane / 16 * 16;
 #pragma unroll
@@ -271,18 +258,20 @@ struct VerifyBlock {
   }
 
   // The warp's part of the scores of one tile. Between the steps it issues its copies of a
-  // later piece (if `copy`), which spreads them over time; where from, `source()` says.
+  // later half (if `copy`), which spreads them over time; where from, `source()` says.
   template <class Source>
   __device__ __forceinline__ void scores(float (&S_frag)[C::kKeyTiles][4], uint32_t tile,
-                                         bool copy, uint32_t piece, Source source) {
+                                         bool copy, uint32_t copy_half, Source source) {
     // x4: with two or more key tiles, two of them for one step; with one, two steps of it.
     constexpr bool kPairTokens = C::kKeyTiles > 1;
-    const int first = token_split() * C::kKeyTiles * 8;
-    const int token = first % C::kPieceTokens + lane % 8 + (kPairTokens ? lane / 16 * 8 : 0);
+    const int token = token_split() * C::kKeyTiles * 8 % C::kHalf + lane % 8 +
+                      (kPairTokens ? lane / 16 * 8 : 0);
+    const int first_half = token_split() * C::kKeyTiles * 8 / C::kHalf;
     const int chunk = kPairTokens ? lane / 8 % 2 : lane / 8;
-    const uint32_t K_smem = KV_smem(tile, first / C::kPieceTokens) + token * kRowStride +
-                            dim_split() * C::kSteps * 32 + chunk * 16;
-    static_assert(C::kKeyTiles <= 2, "a warp's tokens lie in one piece");
+    const uint32_t offset = token * kRowStride + dim_split() * C::kSteps * 32 + chunk * 16;
+    uint32_t K_smem[C::kKeyTiles > 2 ? 2 : 1];
+    K_smem[0] = KV_smem(tile, first_half) + offset;
+    if constexpr (C::kKeyTiles > 2) K_smem[1] = KV_smem(tile, 1) + offset;
     uint32_t to = 0;
     const char* from = nullptr;
 #pragma unroll
@@ -293,29 +282,33 @@ struct VerifyBlock {
 #pragma unroll
     for (int k = 0; k < C::kSteps; ++k) {
       if (k == 1 && copy) {    // the first multiplies are under way
-        to = copy_target(piece);
+        to = copy_target(copy_half);
         from = source();
         pin(to);
         pin(from);
+        wait_empty(copy_half);
       }
-      if (k % 2 == 1 && k / 2 < kCopies && copy) copy_chunk(k / 2, to, from);
+      if (k % 2 == 1 && copy) copy_async_16B(to + k / 2 * 128, from + k / 2 * 128);
       uint32_t a[4];
       query_step(a, k);
       if constexpr (kPairTokens) {
-        uint32_t f[4];
-        ldmatrix(f, K_smem + k * 32);
-        Ops::mma(S_frag[0], a, f[0], f[1]);
-        Ops::mma(S_frag[1], a, f[2], f[3]);
+#pragma unroll
+        for (int j = 0; j < C::kKeyTiles; j += 2) {
+          uint32_t f[4];
+          ldmatrix(f, K_smem[j / 2] + k * 32);
+          Ops::mma(S_frag[j], a, f[0], f[1]);
+          Ops::mma(S_frag[j + 1], a, f[2], f[3]);
+        }
       } else if (k % 2 == 0) {
         uint32_t f[4], b[4];
-        ldmatrix(f, K_smem + k * 32);
+        ldmatrix(f, K_smem[0] + k * 32);
         query_step(b, k + 1);
         Ops::mma(S_frag[0], a, f[0], f[1]);
         Ops::mma(odd, b, f[2], f[3]);
       }
     }
-    static_assert(C::kSteps >= 2 * kCopies, "one copy every other step");
-    if (copy) copy_async_arrive(full(piece));
+    static_assert(C::kSteps == 2 * kCopies, "one copy every other step");
+    if (copy) copy_async_arrive(full(copy_half));
     if constexpr (!kPairTokens) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S_frag[0][e] += odd[e];
@@ -371,7 +364,7 @@ struct VerifyBlock {
   }
 
   __device__ __forceinline__ uint32_t S_swap(int of_warp) const {
-    return smem + C::kS + of_warp * (C::kKeyTiles * 256) + lane * 16;
+    return smem + C::kS + of_warp * 1024 + lane * 16;
   }
   __device__ __forceinline__ uint32_t S_smem(int split, int row) const {
     return smem + C::kS + (split * C::kRows + row) * C::kScoreStride * 4;
@@ -379,8 +372,7 @@ struct VerifyBlock {
 
   // ---- P = 2^(S - max) ------------------------------------------------------------------
 
-  // Scores to logits in units of log2, and to -inf what the row does not see.
-  __device__ __forceinline__ void scale_and_mask(float (&s)[C::kScores], uint32_t visible) {
+  __device__ __forceinline__ void softmax(float (&s)[C::kScores], uint32_t visible) {
     if (p.logit_cap > 0.f) {
 #pragma unroll
       for (int i = 0; i < C::kScores; ++i)
@@ -395,19 +387,17 @@ struct VerifyBlock {
       for (int i = 0; i < C::kScores; ++i)
         if (!(visible & 1u << token_step(i))) s[i] = -INFINITY;
     }
-  }
-
-  // Logits to P, moving the row's maximum and sum on. Gives what O must be multiplied by.
-  __device__ __forceinline__ float exponentiate(float (&s)[C::kScores]) {
     float tile_max = s[0];
 #pragma unroll
     for (int i = 1; i < C::kScores; ++i) tile_max = fmaxf(tile_max, s[i]);
 #pragma unroll
     for (int d = 1; d < C::kLanesPerRow; d *= 2)
       tile_max = fmaxf(tile_max, __shfl_xor_sync(0xffffffffu, tile_max, d));
-    const bool move = tile_max > row_max + kLazyRescale || row_max == -INFINITY;
-    const float rescale = !move ? 1.f : row_max == -INFINITY ? 0.f : exp2_approx(row_max - tile_max);
-    row_max = move ? tile_max : row_max;
+    float rescale = 1.f;
+    if (tile_max > row_max + kLazyRescale || row_max == -INFINITY) {
+      rescale = row_max == -INFINITY ? 0.f : exp2_approx(row_max - tile_max);
+      row_max = tile_max;
+    }
     const float base = row_max == -INFINITY ? 0.f : row_max;  // -inf - -inf is NaN
     row_sum *= rescale;
 #pragma unroll
@@ -415,11 +405,6 @@ struct VerifyBlock {
       s[i] = exp2_approx(s[i] - base);
       row_sum += s[i];
     }
-    return rescale;
-  }
-
-  __device__ __forceinline__ void share_probabilities(const float (&s)[C::kScores],
-                                                      float rescale) const {
     const uint32_t to = smem + C::kP + (softmax_row() * C::kProbStride + first_token()) * 2;
 #pragma unroll
     for (int i = 0; i < C::kScores; i += 2)
@@ -461,7 +446,7 @@ struct VerifyBlock {
     const uint32_t offset = lane % 16 * kRowStride + p.latent_offset +
                             warp * C::kValueTiles * 16 + lane / 16 * 16;
 #pragma unroll
-    for (int k = 0; k < C::kPieces; ++k) {
+    for (int k = 0; k < 2; ++k) {  // the tile's halves
       const uint32_t V_smem = KV_smem(tile, k) + offset;
       uint32_t P_frag[C::kRowGroups][4];
 #pragma unroll
@@ -570,32 +555,31 @@ struct VerifyBlock {
     // Block tile n is the request's tile n + to_request.
     const int to_request = segment.tile_begin - tiles_before;
     const uint32_t end = tiles_before + segment.tile_end - segment.tile_begin;
-    // The tile whose piece this warp may copy once a tile is done with: as far ahead as there
-    // are stages. With five stages for pieces of two, that is farther for first pieces.
-    constexpr int kAhead = (C::kStages + C::kPieces - 1) / C::kPieces;
-    const int ahead = kAhead - (C::kStages % C::kPieces ? copy_row() / C::kPieceTokens : 0);
+    // This warp's halves: tile by tile, as many ahead as there are stages for.
+    const int ahead = (C::kStages + (C::kStages % 2 ? 1 - copy_half() : 0)) / 2;
+    const auto copy_of = [&](uint32_t tile) { return 2 * tile + copy_half(); };
     // The index of the row that the lane copies next, looked up a tile ahead.
     const auto look_up = [&](uint32_t tile) {
       return rows.look_up(p, copy_position(tile + to_request));
     };
     const auto source = [&](uint32_t tile, int index) {
-      return rows.address(p, copy_position(tile + to_request), index) + lane % kCopyLanes * 16;
+      return rows.address(p, copy_position(tile + to_request), index) + lane % 8 * 16;
     };
-    int indices[kAhead];
+    int indices[(C::kStages + 1) / 2];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) indices[i] = look_up(tiles_before + i);
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i) indices[i] = look_up(tiles_before + i);
     uint4 piece[kRounds][4];
     fetch_queries(piece, rows);
     // All stages but the last, which Q needs first.
-    const uint32_t last_stage = C::kPieces * tiles_before + C::kStages - 1;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (tiles_before + i < end && copy_piece(tiles_before + i) < last_stage)
-        copy(copy_piece(tiles_before + i), source(tiles_before + i, indices[i]));
+    for (int i = 0; i < (C::kStages + 1) / 2; ++i)
+      if (tiles_before + i < end && 2 * i + copy_half() < C::kStages - 1)
+        copy(copy_of(tiles_before + i), source(tiles_before + i, indices[i]));
     queries_to_fragments(piece);
     __syncthreads();  // all warps are done with their scratch
-    if (tiles_before + kAhead - 1 < end && copy_piece(tiles_before + kAhead - 1) == last_stage)
-      copy(last_stage, source(tiles_before + kAhead - 1, indices[kAhead - 1]));
+    constexpr int kLast = (C::kStages - 1) / 2;
+    if (tiles_before + kLast < end && 2 * kLast + copy_half() == C::kStages - 1)
+      copy(copy_of(tiles_before + kLast), source(tiles_before + kLast, indices[kLast]));
     int index = look_up(tiles_before + ahead);
 #pragma unroll
     for (int m = 0; m < C::kRowGroups; ++m)
@@ -606,66 +590,35 @@ struct VerifyBlock {
     row_max = -INFINITY;
     row_sum = 0.f;
 
-    // Which of a tile's tokens the lane's softmax row sees.
-    const auto visible = [&](uint32_t tile) {
-      const int first = static_cast<int>(tile + to_request) * C::kTokens - rows.prefix_len;
-      if (first <= -C::kTokens) return 0xffffffffu;  // all prefix
-      const int draft = min((first_row() + softmax_row()) / p.num_heads, rows.num_drafts - 1);
-      return visible_bits(
-          p.mask_bits + static_cast<int64_t>(rows.first_token + draft) * p.mask_words,
-          p.mask_words, first, rows.num_drafts);
-    };
-    float S_frag[C::kKeyTiles][4], s[C::kScores];
-    const auto nothing = [] { return static_cast<const char*>(nullptr); };
-
-    if constexpr (C::kLookAhead) {
-      const uint32_t begin = tiles_before;
-      wait_full(begin);
-      scores(S_frag, begin, false, 0, nothing);
+    for (const uint32_t begin = tiles_before; tiles_before < end; ++tiles_before) {
+      const uint32_t tile = tiles_before;
+      wait_full(tile);
+      pin(lane);
+      float S_frag[C::kKeyTiles][4];
+      // The stage of the tile before this one takes a later half.
+      const uint32_t next = tile - 1 + ahead;
+      const bool copy_now = C::kCopyInScores && tile > begin && next < end;
+      scores(S_frag, tile, copy_now, copy_of(next), [&] { return source(next, index); });
       share_scores(S_frag);
-      __syncthreads();  // all parts of the first S are there
-      for (; tiles_before + 1 < end; ++tiles_before) {
-        const uint32_t tile = tiles_before;
-        wait_full(tile + 1);
-        pin(lane);
-        collect_scores(s, S_frag);
-        scale_and_mask(s, visible(tile));
-        const float rescale = exponentiate(s);
-        // The stage of the tile before takes a later one.
-        const uint32_t next = tile - 1 + ahead;
-        const bool copy_now = tile > begin && next < end;
-        scores(S_frag, tile + 1, copy_now, next, [&] { return source(next, index); });
-        if (copy_now) index = look_up(next + 1);
-        share_probabilities(s, rescale);
-        __syncthreads();  // P and its factors are there; S has been collected
-        share_scores(S_frag);
-        accumulate(tile);
-        __syncthreads();  // all parts of the next S are there; P and the tile are done with
-      }
+      if (copy_now) index = look_up(next + 1);
+      __syncthreads();  // all parts of S are there; all warps are done with the last P
+      float s[C::kScores];
       collect_scores(s, S_frag);
-      scale_and_mask(s, visible(tiles_before));
-      share_probabilities(s, exponentiate(s));
-      __syncthreads();  // P and its factors are there
-      accumulate(tiles_before);
-      ++tiles_before;
-    } else {
-      for (; tiles_before < end; ++tiles_before) {
-        const uint32_t tile = tiles_before;
-        wait_full(tile);
-        pin(lane);
-        scores(S_frag, tile, false, 0, nothing);
-        share_scores(S_frag);
-        __syncthreads();  // all parts of S are there; all warps are done with the last P
-        collect_scores(s, S_frag);
-        scale_and_mask(s, visible(tile));
-        share_probabilities(s, exponentiate(s));
-        __syncthreads();  // P and its factors are there; S may be overwritten
-        accumulate(tile);
-        release(tile);
-        if (tile + ahead < end) {
-          copy(copy_piece(tile + ahead), source(tile + ahead, index));
-          index = look_up(tile + ahead + 1);
-        }
+      uint32_t visible = 0xffffffffu;
+      const int first = static_cast<int>(tile + to_request) * C::kTokens - rows.prefix_len;
+      if (first > -C::kTokens) {  // else all prefix
+        const int draft = min((first_row() + softmax_row()) / p.num_heads, rows.num_drafts - 1);
+        visible = visible_bits(
+            p.mask_bits + static_cast<int64_t>(rows.first_token + draft) * p.mask_words,
+            p.mask_words, first, rows.num_drafts);
+      }
+      softmax(s, visible);
+      __syncthreads();  // P and its factors are there; S may be overwritten
+      accumulate(tile);
+      release(tile);
+      if (!C::kCopyInScores && tile + ahead < end) {
+        copy(copy_of(tile + ahead), source(tile + ahead, index));
+        index = look_up(tile + ahead + 1);
       }
     }
     store();
