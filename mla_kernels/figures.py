@@ -999,7 +999,8 @@ def warp_roles(config: Mapping[str, int], layout: KVLayout, *, title: str = "") 
         layout: order of the row.
     """
     tokens, warps = config["kTokens"], config["kWarps"]
-    groups, dims, splits = config["kRowGroups"], config["kDimSplits"], config["kTokenSplits"]
+    groups, dims = config["kRowGroups"], config["kDimSplits"]
+    splits = warps // (groups * dims)  # of the tokens, where warps are left
     width = layout.row_dim
     figure, (top, bottom) = _new_figure(4.3, 2, 1)
     # Warp w works on row group w % groups, dimensions w / groups % dims, tokens beyond that.

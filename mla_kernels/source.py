@@ -147,19 +147,27 @@ def _config_definitions() -> dict[str, str]:
     return found
 
 
+def _row_definitions() -> list[str]:
+    """Names of the integer constants of kv_layout.cuh, which hold for every tile shape."""
+    blank = _blank(build.sources()["kv_layout.cuh"])
+    return re.findall(r"^constexpr\s+int\s+(\w+)\s*=", blank, re.MULTILINE)
+
+
 def constants(arch: str = "sm_120") -> dict[int, dict[str, int]]:
-    """Every constant of ``VerifyConfig`` for every tile shape (its rows), as the compiler
-    evaluates it. Takes a few seconds; needs no GPU.
+    """Every constant of ``VerifyConfig`` for every tile shape (its rows), and of a row in
+    kv_layout.cuh, as the compiler evaluates them. Takes a second; needs no GPU.
 
     Raises:
         BuildError, ValueError: as :func:`build.report`.
     """
     toolkit = build.find_toolkit()
     build.check_arch(arch, toolkit)
-    names = list(_config_definitions())
+    shared = _row_definitions()
+    names = shared + list(_config_definitions())
     lines = ['#include "tree_verify.cuh"']
     for rows in build.TILE_ROWS:
-        lines += [f"__device__ int ask_{rows}_{i} = mla::VerifyConfig<__half, {rows}>::{name};"
+        config = f"mla::VerifyConfig<__half, {rows}>"
+        lines += [f"__device__ int ask_{rows}_{i} = {'mla' if name in shared else config}::{name};"
                   for i, name in enumerate(names)]
     with tempfile.TemporaryDirectory() as folder:
         probe, out = Path(folder) / "ask.cu", Path(folder) / "ask.ptx"

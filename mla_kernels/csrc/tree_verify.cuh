@@ -86,7 +86,7 @@ struct VerifyBlock {
   const VerifyParams& p;
   const uint32_t smem;         // base address in shared memory
   int lane, warp;
-  uint32_t tiles_before;       // of earlier segments: tile n of the block lies in stage n % 2
+  uint32_t tiles_before;       // the number of the next tile
   uint32_t Q_frag[C::kStepsInRegs][4];
   float O_frag[C::kRowGroups][C::kValueTiles][4];
   float row_max, row_sum;      // of the softmax row; the sum is this lane's share
