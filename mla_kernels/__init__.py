@@ -1,8 +1,9 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-``reference``, ``synthetic``, ``device``, ``build``, ``cuda``, ``triton``, ``attention``,
-``check``, ``evidence``, ``bench``, ``figures``, ``widgets``.
+``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``, ``cuda``,
+``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``, ``bench``,
+``measurements``, ``figures``, ``figures_speed``, ``widgets``.
 """
 
 import importlib

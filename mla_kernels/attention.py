@@ -179,6 +179,9 @@ def choose_backend(q_latent: torch.Tensor, q_rope: torch.Tensor, backend: str = 
     reason = cuda.why_not(q_latent, q_rope)
     if backend == "cuda" and reason:
         raise ValueError(f"backend 'cuda' cannot run this call: {reason}")
+    if backend == "triton" and q_latent.dtype == torch.float64:
+        raise ValueError("backend 'triton' cannot run this call: it takes bfloat16 and float16, "
+                         "in the interpreter float16 and float32, not torch.float64")
     if backend != "auto":
         return backend
     if reason is None:
@@ -214,6 +217,8 @@ def _verify_attention_op(
     lse: torch.Tensor,
     workspace: torch.Tensor,
 ) -> None:
+    _check_addresses(q_latent=q_latent, q_rope=q_rope, kv_pool=rows, draft_kv=draft_kv, out=out,
+                     workspace=workspace)
     batch = VerifyBatch(qo_indptr, kv_indptr, kv_indices, kv_lens, mask_bits, draft_slots,
                         page_size, max_q_len, max_kv_len)
     layout = KVLayout(order, q_latent.shape[-1], q_rope.shape[-1])
@@ -301,9 +306,14 @@ def _check_strides(tensor: torch.Tensor, name: str) -> None:
         if tensor.shape[dim] > 1 and stride * size % 16:
             raise ValueError(f"{name} must have strides of whole 16 bytes; dimension {dim} has "
                              f"{stride * size} bytes")
-    if tensor.device.type == "cuda" and tensor.data_ptr() % 16:
-        raise ValueError(f"{name} must begin at a multiple of 16 bytes; its address is "
-                         f"{tensor.data_ptr() % 16} past one")
+
+
+def _check_addresses(**tensors: torch.Tensor | None) -> None:
+    """Called in the operator: while torch.compile traces, tensors have no address."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type == "cuda" and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes; its address is "
+                             f"{tensor.data_ptr() % 16} past one")
 
 
 def _check_result(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype,

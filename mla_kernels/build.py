@@ -158,6 +158,9 @@ def check_arch(arch: str, toolkit: Toolkit) -> str:
     if int(match[1]) < MIN_ARCH:
         raise ValueError(f"arch must be sm_{MIN_ARCH} or later (cp.async, bf16 mma.sync); got "
                          f"{arch}")
+    if match[2] and int(match[1]) < (90 if match[2] == "a" else 100):
+        raise ValueError(f"arch {arch} does not exist: variants begin with sm_90a and sm_100f; "
+                         f"use sm_{match[1]}")
     if f"sm_{match[1]}" not in toolkit.architectures:
         raise ValueError(
             f"arch {arch} is unknown to nvcc {toolkit.version[0]}.{toolkit.version[1]} "

@@ -923,8 +923,8 @@ def resources(
     figure, (left, right) = _new_figure(0.95 + 0.36 * len(reports) + (0.3 if title else 0), 1, 2,
                                         sharey=True)
     for ax, values, limit, name, unit in (
-            (left, [r.registers for r in reports], register_limit, "registers", ""),
-            (right, [r.smem_bytes for r in reports], smem_limit, "shared memory", " B")):
+            (left, [r.registers for r in reports], register_limit, "registers a thread", ""),
+            (right, [r.smem_bytes for r in reports], smem_limit, "shared memory a block", " B")):
         for y, (value, report) in enumerate(zip(values, reports, strict=True)):
             over = value > limit or (ax is left and report.spill_bytes)
             color = COLOR["wrong"] if over else (
@@ -939,7 +939,7 @@ def resources(
         _limit_line(ax, limit, f"limit: {limit:,}{unit}")
         ax.set_xlim(0, limit * 1.04)
         ax.set_xticks([])
-        ax.set_xlabel("registers a thread" if ax is left else "shared memory a block")
+        ax.set_xlabel(name)
         ax.tick_params(axis="y", length=0)
         for side in ("bottom", "left"):
             ax.spines[side].set_visible(False)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .device import H200, Ceiling, attention_bytes, attention_flops
 from .figures import COLOR, MARKERS, SERIES, _grid, _label_ends, _new_figure, _styled
@@ -30,6 +30,10 @@ def _counts(ax: Axes, axis: str, values: Sequence[int]) -> None:
 
 
 def _plain(ax: Axes, suffix: str = "") -> None:
+    """Numbers on a log y axis, more than powers of ten where there is room for few of those."""
+    low, high = ax.get_ylim()
+    if high < 50 * low:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}{suffix}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 

@@ -45,7 +45,7 @@ class CheckRecord:
             if o.get(key))
         return (f"{self.cases - self.failed} of {self.cases} random cases passed on "
                 f"{o.get('device', 'an unknown device')} with {', '.join(self.backend)} on "
-                f"{o.get('date', 'an unknown date')} ({where})")
+                f"{o.get('date', 'an unknown date')}\n({where})")
 
 
 def load(path: Path | str) -> CheckRecord:

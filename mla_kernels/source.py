@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from IPython.display import Markdown
+from IPython.display import HTML
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
 from . import build
 
@@ -120,14 +123,17 @@ def load_inline_call() -> str:
     raise ValueError("build.py does not call load_inline")
 
 
-def listing(text: str, language: str) -> Markdown:
+def listing(text: str, language: str) -> HTML:
     """Source text for a notebook to show, with its syntax in colours.
 
     ``IPython.display.Code`` would do, but a page made from the notebook then sets it in a
-    proportional font.
+    proportional font. Ink and paper are named, so that it can be read on a dark page too.
     """
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return Markdown(f"{fence}{language}\n{text.rstrip()}\n{fence}")
+    style = ("font-family: ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; "
+             "font-size: 13px; line-height: 1.35; margin: 0; overflow-x: auto; "
+             "white-space: pre; color: #1f2328; background: #f7f8fa; padding: 8px 12px")
+    formatter = HtmlFormatter(noclasses=True, nobackground=True, prestyles=style)
+    return HTML(highlight(text, get_lexer_by_name(language, stripnl=True), formatter))
 
 
 # -- constants ----------------------------------------------------------------------------
@@ -210,11 +216,17 @@ def smem_parts(config: Mapping[str, int]) -> dict[str, int]:
 
 def report_table(reports: Sequence[build.KernelReport]) -> pd.DataFrame:
     """What :func:`build.format_report` prints, as a table for a notebook."""
-    rows = {r.name: {"registers": r.registers, "spills, B": r.spill_bytes,
+    rows = {_name(r): {"registers": r.registers, "spills, B": r.spill_bytes,
                      "shared memory, B": f"{r.smem_bytes:,}",
                      **{name: r.sass.get(name, "–") for name in ("HMMA", "LDSM", "LDGSTS", "BAR")},
                      "all instructions": r.sass.get("total", "–")} for r in reports}
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("kernel")
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _name(report: build.KernelReport) -> str:
+    """Short enough for one line of a table, and kept on it."""
+    split = f", {report.split} warp{'s' if report.split > 1 else ''}" if report.split else ""
+    return f"{report.kernel}, {report.dtype}, {report.rows} rows{split}".replace(" ", "\u00a0")
 
 
 # -- what a target accepts ----------------------------------------------------------------

@@ -331,6 +331,11 @@ class Renderer(IPythonRenderer):
     def latex_environment(self, name: str, body: str) -> str:
         return self.block_math(f"\\begin{{{name}}}{body}\\end{{{name}}}")
 
+    def _html_embed_images(self, html: str) -> str:
+        # Markdown hands over a tag at a time, and nbconvert's own completes each: <details>
+        # and <sup> would be closed before what they hold.
+        return super()._html_embed_images(html) if "<img" in html else html
+
 
 def render_markdown(source: str, **options: Any) -> str:
     return MarkdownWithMath(renderer=Renderer(escape=False, **options)).render(source)

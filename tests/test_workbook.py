@@ -7,6 +7,7 @@ both. Here small notebooks made on the spot show what the runner does with each 
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import re
@@ -375,3 +376,14 @@ def test_refused_arguments(tmp_path):
     done = run(path, "--out", tmp_path)
     assert done.returncode == 2 and "another folder than the notebooks'" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["one.ipynb"]
+
+
+def test_html_around_markdown_stays_whole(monkeypatch):
+    monkeypatch.syspath_prepend(RUNNER.parent)
+    run_workbook = importlib.import_module("run_workbook")
+    page = run_workbook.render_markdown(
+        "<details><summary>Hint</summary>\n\nFolded *text*, 2<sup>5</sup>.\n</details>",
+        embed_images=True, path=".")
+    assert "<sup>5</sup>" in page
+    begin, end = page.index("<details>"), page.index("</details>")
+    assert begin < page.index("<em>text</em>") < end
