@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import datetime
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -376,3 +376,11 @@ def test_validate_against_the_pool(batch):
     prefix.validate(pool_slots=32)  # page 7 holds slots 28 .. 31
     with pytest.raises(ValueError, match="kv_indices reaches 7, but the pool has 31 slots"):
         prefix.validate(pool_slots=31)
+
+
+def test_a_chain_may_be_a_numpy_integer():
+    for kind in (np.int32, np.int64, np.uint8):
+        batch = VerifyBatch.from_requests([kind(3)], [kind(2)], [[0, 1]])
+        assert batch.draft_mask(0).tolist() == np.tri(3, dtype=bool).tolist()
+    with pytest.raises(TypeError, match=r"drafts\[0\] must be a DraftTree, .*; got bool"):
+        VerifyBatch.from_requests([np.bool_(True)], [0], [[]])

@@ -81,8 +81,8 @@ def test_the_plan_is_one_of_capacities_alone(monkeypatch):
     values. Meta tensors have none."""
     batch = VerifyBatch.from_requests([5, 2], [70, 3], [range(70), range(3)])
     monkeypatch.setattr(cuda, "_device", lambda index: (132, "sm_90", True))
-    for batch in (batch, batch.to("meta")):
-        assert cuda.plan_for(batch, 8, torch.device("cuda", 0)) == plan(8, 2, 5, 70, 132)
+    for same in (batch, batch.to("meta")):
+        assert cuda.plan_for(same, 8, torch.device("cuda", 0)) == plan(8, 2, 5, 70, 132)
     assert cuda.plan_for(batch, 8, torch.device("cuda", 0), groups=7).groups == 7
 
 

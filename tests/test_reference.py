@@ -429,6 +429,24 @@ def test_what_one_token_does_not_see_has_no_influence_on_it(junk, rng):
     assert not spoiled[1].isfinite().all()
 
 
+def test_infinite_values_reach_whoever_sees_them(rng):
+    """In each column by themselves, as the sum of products says."""
+    q = torch.from_numpy(rng.normal(size=(3, 2, 8)))
+    keys = torch.from_numpy(rng.normal(size=(6, 8)))
+    values = torch.from_numpy(rng.normal(size=(6, 4)))
+    visible = torch.ones(3, 6, dtype=torch.bool)
+    visible[0, 2], visible[1, 4] = False, False
+    out, lse = attend(q, keys, values, visible, sm_scale=0.5)
+    values[2, 0], values[4, 0], values[4, 1] = math.inf, -math.inf, math.nan
+    spoiled, same_lse = attend(q, keys, values, visible, sm_scale=0.5)
+    assert torch.equal(same_lse, lse)
+    assert (spoiled[0, :, 0] == -math.inf).all() and (spoiled[1, :, 0] == math.inf).all()
+    assert spoiled[2, :, 0].isnan().all()  # inf - inf
+    assert spoiled[[0, 2], :, 1].isnan().all()
+    torch.testing.assert_close(spoiled[1, :, 1:], out[1, :, 1:], rtol=TIGHT, atol=TIGHT)
+    torch.testing.assert_close(spoiled[:, :, 2:], out[:, :, 2:], rtol=TIGHT, atol=TIGHT)
+
+
 # -- relative_error -----------------------------------------------------------------------
 
 

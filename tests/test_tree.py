@@ -459,3 +459,9 @@ def test_eagle_takes_short_lists_of_candidates():
 def test_refused_eagle_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         eagle(*settings)
+
+
+def test_kary_takes_numpy_integers():
+    for kind in (np.int32, np.int64, np.uint8):
+        assert kary(kind(3), kind(9)) == kary(3, 9)
+        assert kary([kind(2), kind(3)]) == kary([2, 3])

@@ -9,6 +9,10 @@
 
 namespace mla {
 
+// Unnamed, so that builds loaded side by side have a `done` each: the statics of templates are
+// otherwise one for the whole process.
+namespace {
+
 template <class Config>
 cudaError_t allow_shared_memory() {
   // Once for each kernel (each Config has its own `done`) and device.
@@ -22,6 +26,8 @@ cudaError_t allow_shared_memory() {
   if (device < 64) done |= 1ull << device;
   return cudaSuccess;
 }
+
+}  // namespace
 
 template <class Config, int kSplit>
 cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
