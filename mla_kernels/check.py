@@ -219,6 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-nodes", type=int, default=128)
     parser.add_argument("--out", type=Path, help="write a JSON summary here")
     args = parser.parse_args(argv)
+    if args.device == "cpu" and args.backend == "cuda":
+        print("error: backend cuda needs a CUDA device, and there is none here; see --backend "
+              "triton or reference", file=sys.stderr)
+        return 2
     first = args.seed if args.seed is not None else int(np.random.SeedSequence().entropy % 2**31)
     failed, worst = [], {"out": 0.0, "row": 0.0, "lse": 0.0}
     backends = set()

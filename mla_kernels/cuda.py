@@ -78,7 +78,8 @@ def plan(
         rows, groups, fused: override the choice.
 
     Raises:
-        ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 512.
+        ValueError: ``rows`` is not a compiled tile, ``groups`` is not in 1 .. 512, or ``fused``
+            is wanted for more blocks than can run at once.
     """
     most = num_heads * max_q_len
     if rows is None:
@@ -109,6 +110,9 @@ def plan(
         # kernel with more blocks is faster. All blocks must be running at once.
         units = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
         fused = groups > 1 and row_tiles * groups <= sms and units <= row_tiles * groups
+    elif fused and row_tiles * groups > sms:
+        raise ValueError(f"fused needs all {row_tiles} * {groups} blocks running at once, one on "
+                         f"each of {sms} multiprocessors")
     a_request = groups / batch_size
     split = 8 if a_request >= 24 else 4 if a_request >= 8 else 1
     return LaunchPlan(rows, row_tiles, groups, split, fused)

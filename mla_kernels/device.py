@@ -147,5 +147,6 @@ def provenance() -> dict[str, object]:
         "gpu": gpu.name if gpu else None, "arch": gpu.arch if gpu else None,
         "sms": gpu.sms if gpu else None, "driver": gpu.driver if gpu else None,
         "power_and_max_clock": power, "cuda": torch.version.cuda, "torch": torch.__version__,
-        "triton": triton_version, "sglang": sglang_version, "commit": commit, "date": datetime.date.today().isoformat(),
+        "triton": triton_version, "sglang": sglang_version, "commit": commit,
+        "date": datetime.date.today().isoformat(),
     }

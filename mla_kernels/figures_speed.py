@@ -201,7 +201,7 @@ def speedup_bars(
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     ax.xaxis.set_minor_formatter(NullFormatter())
     _grid(ax, "x")
-    for i, baseline in enumerate(baselines):
+    for baseline in baselines:
         color, marker = PROVIDER_STYLE[baseline]
         ax.plot([], [], color=color, marker=marker, label=f"than {NAMES[baseline]}")
     _legend_above(ax)

@@ -354,3 +354,9 @@ def test_graph_replay_with_other_lengths(rng, seed):
                      "sm_scale": 192**-0.5, "draft_kv": draft_kv}
         errors = check.compare(check.Case(seed, "", arguments), out, lse)
         assert errors.passed, errors
+
+
+def test_plan_refuses_a_merge_that_would_wait_forever():
+    assert plan(8, 1, 8, 4096, 132, groups=132, fused=True).fused
+    with pytest.raises(ValueError, match="fused needs all 1 \\* 133 blocks running at once"):
+        plan(8, 1, 8, 8192, 132, groups=133, fused=True)
