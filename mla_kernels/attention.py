@@ -44,7 +44,9 @@ def verify_attention(
             [num_tokens, H, kv_lora_rank], q_rope [num_tokens, H, qk_rope_head_dim])``. bf16 or
             fp16 (fp32 on the CPU); any token and head strides of whole 16 bytes.
         kv_pool: ``[slots, row_dim]``, ``[slots, 1, row_dim]`` or ``[pages, page_size,
-            row_dim]``, same dtype as ``q``; may be a view of something wider.
+            row_dim]``, same dtype as ``q``; may be a view of something wider. Slots that the
+            batch does not name may hold anything. Those it names must be finite: the fast
+            backends multiply what a token does not see by 0, and 0 times NaN is NaN.
         batch: who attends to what, on the same device.
         sm_scale: factor of the logits. For DeepSeek and Kimi models ``(128 + 64) ** -0.5``
             times the square of YaRN's ``mscale``; never ``576 ** -0.5``.
