@@ -208,6 +208,11 @@ def run(case: Case, backend: str) -> Errors:
     return compare(case, out, lse)
 
 
+def _finite(numbers: dict) -> dict:
+    """For JSON, which has no infinity: that becomes the text "inf"."""
+    return {name: x if np.isfinite(x) else str(x) for name, x in numbers.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mla_kernels.check",
@@ -235,12 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in worst:
             worst[name] = max(worst[name], getattr(errors, name))
         if not errors.passed:
-            failed.append({"seed": seed, "case": case.text, **dataclasses.asdict(errors)})
+            failed.append({"seed": seed, "case": case.text} | _finite(dataclasses.asdict(errors)))
             print(f"FAILED seed {seed}: {errors}\n  {case.text}", flush=True)
     on_gpu = args.device.startswith("cuda")
     summary = {
         "cases": args.cases, "failed": len(failed), "first_seed": first,
-        "backend": sorted(backends), "worst": worst,
+        "backend": sorted(backends), "worst": _finite(worst),
         "tolerance": {"out": OUT_TOLERANCE, "row": ROW_TOLERANCE, "lse": LSE_TOLERANCE},
         "max_nodes": args.max_nodes,
         "device": local_gpu().name if on_gpu else "CPU", "failures": failed[:20],

@@ -139,7 +139,7 @@ def test_draft_kv_and_draft_slots_agree(generator, backend, layout):
 def test_scales_and_cap(generator, backend):
     call = make_call(generator, dtype=torch.float32 if DEVICE == "cpu" else torch.float16)
     out, lse = verify_attention(**call, backend=backend)
-    # A cap of 1000 bends a logit of 8 by 2e-4 at most.
+    # A cap of a million bends no logit, but a careless tanh loses its digits there.
     close = {"rtol": 1e-3, "atol": 1e-3} if DEVICE == "cpu" else {"rtol": 2e-3, "atol": 2e-3}
 
     def same_numbers(one, other):
@@ -152,7 +152,7 @@ def test_scales_and_cap(generator, backend):
     # k_scale multiplies the logits and nothing else; v_scale the output and nothing else.
     same_numbers(run(k_scale=2.0), run(sm_scale=2 * call["sm_scale"]))
     same_numbers(run(v_scale=0.5), (0.5 * out, lse))
-    same_numbers(run(logit_cap=1e3), (out, lse))
+    same_numbers(run(logit_cap=1e6), (out, lse))
     for changes in ({"k_scale": 2.0}, {"logit_cap": 1.0}):
         assert relative_error(run(**changes)[0], out) > 0.05
     # With a cap of 1 and 24 visible tokens or fewer, an lse is in log(n) +- 1.
