@@ -48,6 +48,18 @@ def _legend_above(ax: Axes) -> None:
     ax.set_title(ax.get_title(loc="left"), loc="left", pad=26)
 
 
+def _finish(figure: Figure, ax: Axes, frame: pd.DataFrame, values: Sequence[int],
+            ends: Sequence[tuple[float, float, str, str]], suffix: str = "") -> None:
+    """Grid, ticks at the measured ``values``, the lines' names at their ends, the origin."""
+    _grid(ax, "both")
+    _counts(ax, "x", values)
+    _plain(ax, suffix)
+    ax.margins(x=0.03)
+    ax.autoscale_view()
+    _label_ends(ax, ends)
+    _origin(figure, frame)
+
+
 def _shape_text(shape: Sequence[int]) -> str:
     requests, heads, nodes, context = (int(n) for n in shape)
     return (f"{requests} request{'s' if requests > 1 else ''} × {context // 1024}k, {heads} heads, "
@@ -100,13 +112,7 @@ def latency(
             line.append(1e6 * ceiling.floor(attention_flops(*counts), attention_bytes(*counts)))
         ax.plot(sorted(values), line, color=COLOR["muted"], linestyle=(0, (4, 3)), linewidth=1.5)
         ends.append((max(values), line[-1], "floor of the card (computed)", COLOR["muted"]))
-    _grid(ax, "both")
-    _counts(ax, "x", sorted(values))
-    _plain(ax)
-    ax.margins(x=0.03)
-    ax.autoscale_view()
-    _label_ends(ax, ends)
-    _origin(figure, frame)
+    _finish(figure, ax, frame, sorted(values), ends)
     return figure
 
 
@@ -146,13 +152,7 @@ def speedup_over_context(
     ax.axhline(1, color=COLOR["muted"], linewidth=1)
     ax.set(xscale="log", yscale="log", xlabel="tokens of context",
            ylabel=f"times faster than\n{NAMES[baseline]}", title=title)
-    _grid(ax, "both")
-    _counts(ax, "x", sorted(values))
-    _plain(ax, "×")
-    ax.margins(x=0.03)
-    ax.autoscale_view()
-    _label_ends(ax, ends)
-    _origin(figure, frame)
+    _finish(figure, ax, frame, sorted(values), ends, suffix="×")
     return figure
 
 

@@ -432,6 +432,7 @@ for name, config, arguments in [
     ("split, other arguments", default_split_config(), every),
     ("split, whole requests", default_split_config(), {"split": False}),
     ("split, two buffers", SplitConfig(16, 32, 4, 5), {}),
+    ("split, 32 rows", SplitConfig(32, 32, 8, 3), {}),
 ]:
     got = compiled_resources(config, 120, **arguments)
     need = config.shared_memory() if isinstance(config, SplitConfig) else None
@@ -448,7 +449,7 @@ def test_compiles_for_sm120(tmp_path, record_property):
                           capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for name, shared, need, registers, stack in lines:
         print(f"{name}: {shared} B shared, {registers} registers, {stack} B stack")
         record_property(name, f"{shared} B shared, {registers} registers, {stack} B stack")
