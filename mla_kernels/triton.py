@@ -564,8 +564,8 @@ def default_split_config(
     Returns:
         16 rows and tiles of 64 tokens on 8 warps with one buffer: of nine candidates timed on an
         H200 under sm_120's shared memory, the fastest at 8, 64 and 512 rows a request (the
-        runner-up was 3 to 15 % behind). What does not fit in ``shared_memory`` gets tiles of 32 tokens
-        on 4 warps, then loses the second buffer, then half the tile.
+        runner-up was 3 to 15 % behind). What does not fit in ``shared_memory`` gets tiles of 32
+        tokens on 4 warps, then loses the second buffer, then half the tile.
     """
     for block_n, num_warps, num_stages in ((64, 8, 3), (32, 4, 5), (32, 4, 3), (16, 4, 5),
                                            (16, 4, 3)):
