@@ -49,14 +49,11 @@ struct Combine {
     const int64_t slot_step = 2 * p.row_tiles;
     const auto slot_of = [&](int i) { return i == 0 ? slot0 : slot1 + (i - 1) * slot_step; };
 
-    // A fragment's place in its tile: see VerifyBlock::store.
     const int fragment = unit % kUnitsPerRows * kFragments + warp / kSplit;
-    constexpr int kPairs = Config::kValueTiles / 2;
-    const int of_warp = fragment / kPairs, pair = fragment % kPairs;
-    const uint4* from = static_cast<const uint4*>(p.partial_out) +
-                        ((of_warp * Config::kRowGroups + row_group) * kPairs + pair) * 32 + lane;
-    constexpr int kSlotWords = Config::kRows * kLatentDim * 2 / 16;
-    const auto load = [&](int i) { return __ldcg(from + slot_of(i) * kSlotWords); };
+    const uint4* from = static_cast<const uint4*>(p.partial_out) + lane;
+    const auto load = [&](int i) {
+      return __ldcg(from + partial_fragment<Config>(slot_of(i), row_group, fragment));
+    };
 
     before_results();
     uint4 ahead[kAhead];       // under way while the weights are computed

@@ -24,6 +24,7 @@ struct RequestRows {
   int prefix_len;
   int first_page;              // in kv_indices
 
+  RequestRows() = default;
   __device__ __forceinline__ RequestRows(const VerifyParams& p, int request)
       : first_token(p.qo_indptr[request]),
         num_drafts(p.qo_indptr[request + 1] - first_token),
@@ -51,14 +52,16 @@ struct RequestRows {
     return *from;
   }
   // 64-bit offsets: 2^31 elements are passed at slot 3,728,271.
+  static __device__ __forceinline__ const char* prefix_address(const VerifyParams& p,
+                                                               int position, int looked_up) {
+    const int64_t slot = (static_cast<int64_t>(looked_up) << p.page_shift) +
+                         (position & ((1 << p.page_shift) - 1));
+    return p.kv_pool + slot * p.kv_row_stride;
+  }
   __device__ __forceinline__ const char* address(const VerifyParams& p, int position,
                                                  int looked_up) const {
     position = clamp(position);
-    if (position < prefix_len) {
-      const int64_t slot = (static_cast<int64_t>(looked_up) << p.page_shift) +
-                           (position & ((1 << p.page_shift) - 1));
-      return p.kv_pool + slot * p.kv_row_stride;
-    }
+    if (position < prefix_len) return prefix_address(p, position, looked_up);
     return p.draft_slots ? p.kv_pool + looked_up * p.kv_row_stride
                          : p.draft_kv + (first_token + position - prefix_len) * p.draft_row_stride;
   }

@@ -124,6 +124,28 @@ __device__ __forceinline__ void smem_load(uint32_t (&x)[4], uint32_t address) {
                : "memory");
 }
 
+// A struct of whole words.
+template <class T>
+__device__ __forceinline__ void smem_put(uint32_t address, const T& x) {
+  uint32_t word[sizeof(T) / 4];
+  memcpy(word, &x, sizeof(T));
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T) / 4); ++i) smem_store(address + i * 4, word[i]);
+}
+template <class T>
+__device__ __forceinline__ T smem_get(uint32_t address) {
+  uint32_t word[sizeof(T) / 4];
+  if constexpr (sizeof(T) == 16) {
+    smem_load(word, address);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / 4); ++i) word[i] = smem_load_word(address + i * 4);
+  }
+  T x;
+  memcpy(&x, word, sizeof(T));
+  return x;
+}
+
 // ---- global memory ----------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch(const void* pointer) {
@@ -197,6 +219,13 @@ __device__ __forceinline__ void grid_dependency_release() {
 __device__ __forceinline__ void pin(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void pin(uint32_t& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void pin(const char*& x) { asm volatile("" : "+l"(x)); }
+
+// The thread's place in its warp, asked anew each time: no register holds it meanwhile.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 
 // ---- arithmetic -------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ struct Schedule {
   __device__ __forceinline__ explicit Schedule(const VerifyParams& p)
       : total(0), groups(p.groups) {
     for (int base = 0; base < p.batch_size; base += 32) {
-      const int request = base + static_cast<int>(threadIdx.x % 32);
+      const int request = base + lane_id();
       if (request < p.batch_size) prefetch(p.kv_indptr + request);  // needed a little later
       total += __reduce_add_sync(0xffffffffu, request < p.batch_size ? tiles_of(p, request) : 0);
     }
@@ -43,8 +43,9 @@ struct Schedule {
   }
 
   __device__ __forceinline__ int begin(int group) const {
+    // floor(group * total / groups) without a 64-bit division, which would be a slow call.
     return group >= groups ? total
-                           : static_cast<int>(static_cast<int64_t>(group) * total / groups);
+                           : group * (total / groups) + group * (total % groups) / groups;
   }
 
   // The group whose share has this tile: the largest g with begin(g) <= tile.
@@ -56,7 +57,7 @@ struct Schedule {
   static __device__ __forceinline__ int request_begin(const VerifyParams& p, int request) {
     int before = 0;
     for (int base = 0; base < request; base += 32) {
-      const int other = base + static_cast<int>(threadIdx.x % 32);
+      const int other = base + lane_id();
       before += __reduce_add_sync(0xffffffffu, other < request ? tiles_of(p, other) : 0);
     }
     return before;
@@ -65,7 +66,7 @@ struct Schedule {
   // The request that has a tile (below total), and the tile's number in it.
   __device__ __forceinline__ void locate(const VerifyParams& p, int tile, int& request,
                                          int& tile_in_request) const {
-    const int lane = threadIdx.x % 32;
+    const int lane = lane_id();
     int before = 0;
     for (int base = 0;; base += 32) {
       const int own = base + lane < p.batch_size ? tiles_of(p, base + lane) : 0;
@@ -91,6 +92,13 @@ struct Schedule {
 __device__ __forceinline__ int64_t partial_slot(const VerifyParams& p, int group, int row_tile,
                                                 bool first) {
   return (static_cast<int64_t>(group) * p.row_tiles + row_tile) * 2 + (first ? 0 : 1);
+}
+
+// Where a fragment (16 rows x 16 columns: a uint4 for each of 32 lanes) of a partial result
+// begins, in uint4.
+template <class Config>
+__device__ __forceinline__ int64_t partial_fragment(int64_t slot, int row_group, int fragment) {
+  return ((slot * Config::kRowGroups + row_group) * (kLatentDim / 16) + fragment) * 32;
 }
 
 }  // namespace mla
