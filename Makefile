@@ -17,6 +17,7 @@ LABFLAGS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+SGLANG_STAMP := $(VENV)/.installed-sglang
 # JupyterLab refuses to start as root without this, and root is who one is on rented machines.
 ROOTFLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # An environment whose Python has gone (an upgrade removed it, the folder was moved) is made
@@ -30,7 +31,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help lab test run lint clean clean-all FORCE
+.PHONY: help lab test run lint sglang clean clean-all FORCE
 
 help: ## list these targets
 	@echo "Usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -49,6 +50,8 @@ run: $(STAMP) ## install if needed, then execute every notebook into build/workb
 lint: $(DEV_STAMP) ## check the style of the code with ruff
 	"$(PY)" -m ruff check .
 
+sglang: $(SGLANG_STAMP) ## add SGLang (11 GB), so that tests and notebooks ask the real engine
+
 clean: ## remove what was built; the environment stays
 	rm -rf build .pytest_cache .ruff_cache
 	find mla_kernels tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -61,7 +64,7 @@ clean-all: clean ## remove the environment too
 # was interrupted is taken up again. (The version check stands here and not in the script:
 # an old Python could not even parse that.)
 $(STAMP): pyproject.toml scripts/install.py $(REDO)
-	@rm -f "$@" "$(DEV_STAMP)"
+	@rm -f "$@" "$(DEV_STAMP)" "$(SGLANG_STAMP)"
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "make: $(PYTHON) is not to be found. Name a Python of 3.10 or newer:" \
 	       "make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
@@ -73,4 +76,8 @@ $(STAMP): pyproject.toml scripts/install.py $(REDO)
 
 $(DEV_STAMP): $(STAMP)
 	@"$(PYTHON)" scripts/install.py "$(VENV)" --extras test,dev
+	@touch "$@"
+
+$(SGLANG_STAMP): $(STAMP)
+	@"$(PYTHON)" scripts/install.py "$(VENV)" --extras test,sglang
 	@touch "$@"

@@ -3,7 +3,7 @@
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``, ``cuda``,
 ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``, ``bench``,
-``measurements``, ``figures``, ``figures_speed``, ``widgets``.
+``measurements``, ``figures``, ``figures_speed``, ``figures_evidence``, ``widgets``.
 """
 
 import importlib

@@ -998,35 +998,29 @@ def warp_roles(config: Mapping[str, int], layout: KVLayout, *, title: str = "") 
         config: one tile shape's constants, as ``source.constants`` returns them.
         layout: order of the row.
     """
-    tokens, warps = config["kTokens"], config["kWarps"]
-    groups, dims = config["kRowGroups"], config["kDimSplits"]
-    splits = warps // (groups * dims)  # of the tokens, where warps are left
+    tokens, rows = config["kTokens"], config["kTeamRows"]
+    teams, warps = config["kTeams"], config["kTeamWarps"]
+    parts = tokens // config["kTeamTokens"]  # of the tokens: one, or one for each team
     width = layout.row_dim
     figure, (top, bottom) = _new_figure(4.3, 2, 1)
-    # Warp w works on row group w % groups, dimensions w / groups % dims, tokens beyond that.
-    for split in range(splits):
-        for dim in range(dims):
-            own = [w for w in range(warps)
-                   if w // groups % dims == dim and w // (groups * dims) == split]
-            x, w = dim * width / dims, width / dims
-            y, h = split * tokens / splits, tokens / splits
-            color = _tint((COLOR["right"], COLOR["rope"], SERIES[3], SERIES[6])[dim % 4],
-                          0.3 if split % 2 else 0.5)
-            top.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white",
-                                    linewidth=1.5))
-            who = f"warp {own[0]}" if len(own) == 1 else f"warps {own[0]}–{own[-1]}"
-            each = "" if len(own) == 1 else ", 16 query rows each"
-            top.text(x + w / 2, y + h / 2, who + each, ha="center", va="center", fontsize=9,
-                     color=_text_on(color))
+    colors = (COLOR["right"], COLOR["rope"], SERIES[3], SERIES[6])
+
+    def cell(ax: Axes, part: int, warp: int, x: float, w: float, base: str) -> None:
+        color = _tint(base, 0.3 if part % 2 else 0.5)
+        y, h = part * tokens / parts, tokens / parts
+        ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=1.5))
+        own = [warp + warps * team for team in (range(teams) if parts == 1 else [part])]
+        who = f"warp {own[0]}" if len(own) == 1 else "warps " + " and ".join(map(str, own))
+        each = f"{rows} query rows" + ("" if len(own) == 1 else " each")
+        ax.text(x + w / 2, y + h / 2, f"{who}\n{each}", ha="center", va="center", fontsize=9,
+                color=_text_on(color), linespacing=1.3)
+
     latent, rope = layout.latent_slice, layout.rope_slice
-    step = (latent.stop - latent.start) / warps
-    for warp in range(warps):
-        x = latent.start + warp * step
-        color = _tint(COLOR["latent"], 0.35 if warp % 2 else 0.6)
-        bottom.add_patch(Rectangle((x, 0), step, tokens, facecolor=color, edgecolor="white",
-                                   linewidth=1.5))
-        bottom.text(x + step / 2, tokens / 2, f"warp {warp}\n{step:.0f}", ha="center",
-                    va="center", fontsize=9, color=_text_on(color), linespacing=1.3)
+    for part in range(parts):
+        for warp in range(warps):
+            cell(top, part, warp, warp * width / warps, width / warps, colors[warp % 4])
+            step = layout.kv_lora_rank / warps
+            cell(bottom, part, warp, latent.start + warp * step, step, COLOR["latent"])
     bottom.add_patch(Rectangle((rope.start, 0), rope.stop - rope.start, tokens, hatch="////",
                                facecolor="white", edgecolor=COLOR["faint"], linewidth=1.2))
     bottom.text((rope.start + rope.stop) / 2, tokens / 2, "not\nread", ha="center", va="center",
@@ -1036,7 +1030,7 @@ def warp_roles(config: Mapping[str, int], layout: KVLayout, *, title: str = "") 
                      (bottom, f"As values, O += P V: the {layout.kv_lora_rank} of the latent")):
         ax.set(xlim=(-2, width + 2), ylim=(tokens, 0), title=name)
         ax.set_xticks(edges if ax is bottom else sorted({*edges, *(
-            round(d * width / dims) for d in range(dims + 1))}))
+            round(w * width / warps) for w in range(warps + 1))}))
         ax.set_yticks([0, tokens])
         ax.set_ylabel("cache rows")
         ax.tick_params(length=0)

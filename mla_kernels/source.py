@@ -25,12 +25,11 @@ from . import build
 #: What the regions of shared memory are for, by the constant at which they begin.
 REGIONS = {
     "kKV": "cache rows",
-    "kS": "scores S",
-    "kP": "probabilities P",
+    "kMail": "S and P",
     "kRescale": "rescale factors",
-    "kQ": "queries Q",
+    "kChanged": "rescale flags",
     "kBarriers": "barriers",
-    "kSegment": "share",
+    "kWalk": "share",
 }
 
 

@@ -3,8 +3,8 @@
 A variant is a set of text replacements in ``mla_kernels/csrc``; each must fit exactly once::
 
     python scripts/try_variants.py \\
-        --variant late-copies 'tree_verify.cuh: kRows > 32; => kRows > 64;' \\
-        --variant small-scratch 'tree_verify.cuh: kStepsAtOnce = 4; => kStepsAtOnce = 2;' \\
+        --variant late-copies 'tree_verify.cuh: InScores = kSplitRows; => InScores = false;' \\
+        --variant eager-rescale 'tree_verify.cuh: Rescale = 8.f; => Rescale = 0.f;' \\
         --shape 8,8,64,16384 --shape 1,8,8,16384
 
 The sources as they are come first, as ``base``. For each version it prints registers, spills and

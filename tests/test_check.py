@@ -22,7 +22,7 @@ def same(a, b):
     """Equal to the bit, NaN included, tensors and what holds them."""
     if isinstance(a, torch.Tensor):
         return (a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-                and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+                and torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))))
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, VerifyBatch):

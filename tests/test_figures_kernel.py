@@ -13,7 +13,7 @@ from mla_kernels.build import SASS_GROUPS, KernelReport
 from mla_kernels.layout import KVLayout
 
 LIMIT = 101_376
-CONFIG = {"kTokens": 32, "kWarps": 8, "kRowGroups": 1, "kDimSplits": 2}
+CONFIG = {"kTokens": 32, "kTeams": 2, "kTeamWarps": 4, "kTeamRows": 16, "kTeamTokens": 16}
 PARTS = {"cache rows": 74_752, "scores S": 10_240, "probabilities P": 2_560, "queries Q": 0,
          "barriers": 64}
 TILES = [37, 2, 0, 61, 12]
@@ -43,7 +43,7 @@ DRAW = {
     "instruction_mix": lambda: figures.instruction_mix(REPORTS, SASS_GROUPS, title="t"),
     "instruction_mix of nothing": lambda: figures.instruction_mix([report(sass={})], SASS_GROUPS),
     "warp_roles": lambda: figures.warp_roles(CONFIG, KVLayout.LATENT_FIRST, title="t"),
-    "warp_roles of 64": lambda: figures.warp_roles(CONFIG | {"kRowGroups": 4},
+    "warp_roles of 64": lambda: figures.warp_roles(CONFIG | {"kTeamRows": 32, "kTeamTokens": 32},
                                                    KVLayout.ROPE_FIRST),
     "shares": lambda: figures.shares(TILES, SHARES, title="t"),
     "shares of one": lambda: figures.shares([1], schedule.share_out([1], 4)),
@@ -112,17 +112,22 @@ def test_instruction_bars_have_the_counts():
     assert any(t.startswith("HMMA\ntensor-core") for t in texts(figure))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [16, 32])
 @pytest.mark.parametrize("layout", [KVLayout.LATENT_FIRST, KVLayout.ROPE_FIRST])
-def test_warps_cover_the_tile_once_as_keys_and_the_latent_once_as_values(groups, layout):
-    figure = figures.warp_roles(CONFIG | {"kRowGroups": groups}, layout)
+def test_warps_cover_the_tile_once_as_keys_and_the_latent_once_as_values(tokens, layout):
+    figure = figures.warp_roles(CONFIG | {"kTeamRows": 32, "kTeamTokens": tokens}, layout)
     top, bottom = figure.axes
     assert sum(p.get_width() * p.get_height() for p in top.patches) == 576 * 32
-    assert len(top.patches) == 8 // groups
+    assert len(top.patches) == 4 * 32 // tokens
+    who = ([f"warp {w}\n32 query rows" for w in range(8)] if tokens == 16 else
+           [f"warps {w} and {w + 4}\n32 query rows each" for w in range(4)])
+    shown = [t for t in texts(figure) if t.startswith("warp")]
+    assert sorted(shown) == sorted(2 * who)
     latent = [p for p in bottom.patches if not p.get_hatch()]
     (rope,) = [p for p in bottom.patches if p.get_hatch()]
     assert min(p.get_x() for p in latent) == layout.latent_slice.start
-    assert sum(p.get_width() for p in latent) == 512 and len(latent) == 8
+    assert sum(p.get_width() * p.get_height() for p in latent) == 512 * 32
+    assert len(latent) == 4 * 32 // tokens
     assert (rope.get_x(), rope.get_width()) == (layout.rope_slice.start, 64)
 
 

@@ -5,28 +5,42 @@ import re
 from pathlib import Path
 
 import mla_kernels
+from mla_kernels import evidence
 
 FOLDER = Path(mla_kernels.__file__).parent
 ROOMS = re.findall(r"``(\w+)``", mla_kernels.__doc__)
+#: A room may be a folder; the sentence of its docstring that starts with "The files" orders it.
+FILES = re.findall(r"``(\w+)``", evidence.__doc__[evidence.__doc__.index("The files"):])
 
 
-def imports_of(path):
+def imports_of(path, level=1):
     """Modules of the package that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
+        if isinstance(node, ast.ImportFrom) and node.level == level:
             if node.module:
                 yield node.module.split(".")[0]
             else:
                 yield from (alias.name for alias in node.names)
 
 
+def imports_of_room(room):
+    if (FOLDER / f"{room}.py").exists():
+        return imports_of(FOLDER / f"{room}.py")
+    return (name for path in (FOLDER / room).glob("*.py") for name in imports_of(path, 2))
+
+
 def test_every_module_is_in_the_list_once():
     files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+    files |= {path.parent.name for path in FOLDER.glob("*/__init__.py")}
     assert files == set(ROOMS) and len(ROOMS) == len(set(ROOMS))
+    inside = {path.stem for path in (FOLDER / "evidence").glob("*.py")}
+    assert inside - {"__init__", "__main__"} == set(FILES) and len(FILES) == len(set(FILES))
 
 
 def test_imports_go_one_way():
-    wrong = [f"{room} imports {other}" for room in ROOMS
-             for other in imports_of(FOLDER / f"{room}.py")
+    wrong = [f"{room} imports {other}" for room in ROOMS for other in imports_of_room(room)
              if ROOMS.index(other) >= ROOMS.index(room)]
+    wrong += [f"evidence.{file} imports {other}" for file in FILES
+              for other in imports_of(FOLDER / "evidence" / f"{file}.py")
+              if FILES.index(other) >= FILES.index(file)]
     assert not wrong

@@ -93,10 +93,10 @@ def test_shared_memory_adds_up_to_what_is_launched(constants):
 
 def test_constants_that_the_notebook_names_are_there(constants):
     for config in constants.values():
-        for name in ("kTokens", "kWarps", "kThreads", "kRowGroups", "kDimSplits", "kStages",
-                     "kRowStride", "kRowBytes"):
+        for name in ("kTokens", "kThreads", "kTeams", "kTeamWarps", "kTeamRows", "kTeamTokens",
+                     "kStages", "kRowStride", "kRowBytes"):
             assert config[name] > 0, name
-        assert config["kWarps"] % (config["kRowGroups"] * config["kDimSplits"]) == 0
+        assert config["kTeams"] * config["kTeamWarps"] * 32 == config["kThreads"]
         assert source.smem_parts(config)["cache rows"] % config["kRowStride"] == 0
 
 

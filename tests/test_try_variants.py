@@ -43,10 +43,10 @@ def test_refuses(script, tmp_path, capsys, edit, message):
 @pytest.mark.slow
 def test_reports_without_a_gpu(script, monkeypatch, capsys):
     monkeypatch.setattr(script, "local_gpu", lambda: None)
-    edit = "tree_verify.cuh: kStepsAtOnce = 4; => kStepsAtOnce = 2;"
-    over = "tree_verify.cuh: kStages = kRows == 16 ? 5 : 4; => kStages = 6;"
-    assert script.main(["--variant", "small-scratch", edit, "--variant", "over", over]) == 1
+    edit = "tree_verify.cuh: kLazyRescale = 8.f; => kLazyRescale = 0.f;"
+    over = "tree_verify.cuh: kStages = 2; => kStages = 3;"
+    assert script.main(["--variant", "eager-rescale", edit, "--variant", "over", over]) == 1
     said = capsys.readouterr()
     assert "base: sm_120: 255 registers" in said.out
-    assert "small-scratch: sm_120:" in said.out
+    assert "eager-rescale: sm_120:" in said.out
     assert "over the shared memory of an sm_120 block" in said.err
