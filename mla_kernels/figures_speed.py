@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -242,4 +243,47 @@ def share_of_ceiling(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], *,
         ax.barh([np.nan], [np.nan], color=color, label=text)
     _legend_above(ax)
     _origin(figure, frame)
+    return figure
+
+
+@_styled
+def version_ladder(
+    versions: pd.DataFrame, shapes: Sequence[Sequence[int]], *, ceiling: Ceiling = H200,
+    title: str = "",
+) -> Figure:
+    """Times of a kernel's versions, a row a version and a panel a shape. What was not kept is
+    hollow; the dashed line is the card's floor, which is computed (see :func:`latency`).
+
+    Args:
+        versions: as ``measurements.VERSIONS`` holds it.
+        shapes: ``(batch_size, num_heads, num_nodes, context)``, one a panel.
+
+    Raises:
+        ValueError: no version was timed at a shape.
+    """
+    names = versions.drop_duplicates("version").set_index("version")["change"]
+    figure, axes = _new_figure(0.9 + 0.5 * len(names), 1, len(shapes))
+    for i, (ax, shape) in enumerate(zip(np.atleast_1d(axes), shapes, strict=True)):
+        rows = versions[(versions[SHAPE] == list(shape)).all(axis=1)]
+        if rows.empty:
+            raise ValueError(f"no version was timed at {tuple(shape)}")
+        y = [list(names.index).index(v) for v in rows["version"]]
+        kept = rows["kept"].to_numpy()
+        ax.plot(rows["latency_us"][kept], np.array(y)[kept], color=SERIES[0], zorder=1)
+        for x, at, ok in zip(rows["latency_us"], y, kept, strict=True):
+            ax.plot(x, at, "o", color=SERIES[0], markerfacecolor=SERIES[0] if ok else "white")
+            ax.annotate(f"{x:g}", (x, at), xytext=(7, 0), textcoords="offset points", va="center",
+                        fontsize=9)
+        floor = 1e6 * ceiling.floor(attention_flops(*shape), attention_bytes(*shape))
+        ax.axvline(floor, color=COLOR["muted"], linestyle="--", linewidth=1)
+        ax.annotate(f"floor {floor:.3g}", (floor, -0.6), xytext=(4, 0), fontsize=8.5,
+                    textcoords="offset points", va="center", color=COLOR["muted"])
+        ax.set(xlim=(0, 1.2 * rows["latency_us"].max()), ylim=(len(names) - 0.5, -1),
+               xlabel="time of a call, µs", title=_shape_text(shape))
+        ax.set_yticks(range(len(names)), [
+            textwrap.fill(f"{v} {change}", 40) for v, change in names.items()] if i == 0 else [])
+        ax.tick_params(axis="y", length=0, labelsize=8.5)
+        _grid(ax, "x")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure

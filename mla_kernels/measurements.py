@@ -36,6 +36,16 @@ NAMES = {
 }
 
 
+#: Times of the kernel's versions on one H200, of single short runs; notes/kernel_versions.md tells
+#: their story. ``kept``: later versions were built on it.
+VERSIONS = FOLDER.parent / "kernel_versions.csv"
+
+
+def versions() -> pd.DataFrame:
+    """:data:`VERSIONS` as a table: version, change, kept, the shape's columns, latency_us."""
+    return pd.read_csv(VERSIONS)
+
+
 def files(folder: Path = FOLDER) -> list[Path]:
     return sorted(folder.glob("*.csv"))
 

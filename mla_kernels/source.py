@@ -25,7 +25,7 @@ from . import build
 #: What the regions of shared memory are for, by the constant at which they begin.
 REGIONS = {
     "kKV": "cache rows",
-    "kMail": "S and P",
+    "kMail": "S, P",
     "kRescale": "rescale factors",
     "kChanged": "rescale flags",
     "kBarriers": "barriers",

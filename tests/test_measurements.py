@@ -141,3 +141,32 @@ def test_an_empty_cell_is_not_a_measurement(run):
                                                   note="it needs 120,000 B of shared memory")])
     measurements.validate(frame)
     assert measurements.sweep(frame, "context", "other").empty
+
+
+# -- the kernel's versions ----------------------------------------------------------------
+
+
+def test_the_ladder_has_what_the_notes_have():
+    versions = measurements.versions()
+    notes = (measurements.FOLDER.parents[1] / "notes" / "kernel_versions.md").read_text()
+    told = {int(line[2]): [float(x) for x in line.strip("| \n").split(" | ")[1:]]
+            for line in notes.splitlines() if line[:2] == "| " and line[2].isdigit()}
+    assert told == {v: list(rows["latency_us"]) for v, rows in versions.groupby("version")}
+    last = versions[versions["version"] == versions["version"].max()]
+    recorded = pd.concat(map(measurements.load, measurements.files()))
+    ours = recorded[(recorded["provider"] == "cuda") & (recorded["gpu"] == "NVIDIA H200")]
+    joined = last.merge(ours, on=measurements.SHAPE, suffixes=("", "_recorded"))
+    assert len(joined) == len(last)
+    assert np.allclose(joined["latency_us"], joined["latency_us_recorded"], rtol=0.01)
+
+
+def test_the_ladder_is_drawn():
+    versions = measurements.versions()
+    figure = figures_speed.version_ladder(versions, [(8, 8, 64, 16384), (1, 8, 8, 16384)])
+    left = figure.axes[0]
+    dots = [line for line in left.lines if line.get_marker() == "o"]
+    rows = versions[(versions["num_nodes"] == 64) & (versions["batch_size"] == 8)]
+    assert [d.get_xdata()[0] for d in dots] == list(rows["latency_us"])
+    assert [d.get_markerfacecolor() != "white" for d in dots] == list(rows["kept"])
+    with pytest.raises(ValueError, match="no version was timed"):
+        figures_speed.version_ladder(versions, [(3, 8, 64, 16384)])
