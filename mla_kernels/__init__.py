@@ -1,9 +1,10 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``, ``cuda``,
-``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``, ``bench``,
-``measurements``, ``figures``, ``figures_speed``, ``figures_evidence``, ``widgets``.
+``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
+``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
+``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
+``figures_speed``, ``figures_evidence``, ``widgets``.
 """
 
 import importlib

@@ -1,18 +1,21 @@
 """Timing verify calls as an engine would meet them, and recording what came out.
 
-The cache is cold: every call of a replayed CUDA graph reads another region, all of them
-together at least twice the L2. Slots are a random permutation, page size 1. Each provider's
-result is compared with the float64 oracle before it is timed. ``python -m mla_kernels.bench``
-runs a preset on the local GPU and writes one tidy CSV file.
+Calls of a replayed CUDA graph walk the regions of a :class:`mla_kernels.workload.Workload`, so
+that the cache is cold. Each provider's result is compared with the float64 oracle before it is
+timed. ``python -m mla_kernels.bench`` runs presets on the local GPU and writes one tidy CSV
+file, row by row: started again with the same file, it goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
-import importlib
+import functools
+import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,115 +23,26 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from . import cuda
+from . import build, cuda, measurements
 from .attention import verify_attention, workspace_bytes
-from .batch import VerifyBatch
-from .device import attention_bytes, attention_flops, local_gpu, provenance
-from .layout import KVLayout
-from .reference import relative_error, verify_attention_reference
-from .tree import kary
+from .device import Ceiling, attention_bytes, attention_flops, local_gpu, provenance
+from .peers import PEERS, Call, Prepare, Provider, Unavailable
+from .reference import relative_error
+from .workload import PRESETS, TREES, Shape, Workload, make_workload
+
+__all__ = ["DEFAULT", "PRESETS", "PROVIDERS", "ContextLost", "Shape", "Workload", "cuda_variant",
+           "error_of", "make_workload", "measure", "time_graph"]
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Shape:
-    """A batch of equal requests: ``context`` tokens of prefix each, and a draft tree of
-    ``num_nodes``."""
-
-    batch_size: int
-    num_heads: int
-    num_nodes: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"B {self.batch_size}, H {self.num_heads}, T {self.num_nodes}, L {self.context}"
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """From ``"B,H,T,L"``."""
-        try:
-            return cls(*map(int, text.split(",")))
-        except (TypeError, ValueError):
-            raise ValueError(f"a shape must look like 8,8,64,16384 (B,H,T,L); got {text!r}"
-                             ) from None
+class ContextLost(RuntimeError):
+    """A kernel broke the CUDA context: nothing more can run in this process."""
 
 
-#: Shapes by name. ``spine``: the project's table of targets; ``context``, ``nodes`` and
-#: ``heads``: one of them swept.
-PRESETS: dict[str, tuple[Shape, ...]] = {
-    "spine": (
-        Shape(1, 8, 8, 16384), Shape(1, 8, 16, 16384), Shape(1, 8, 64, 16384),
-        Shape(1, 8, 64, 131072), Shape(8, 8, 1, 16384), Shape(8, 8, 8, 16384),
-        Shape(32, 8, 8, 4096), Shape(8, 8, 16, 16384), Shape(8, 8, 64, 16384),
-        Shape(16, 8, 32, 8192), Shape(1, 64, 8, 16384), Shape(1, 12, 8, 16384),
-        Shape(4, 128, 4, 8192),
-    ),
-    "context": tuple(Shape(1, 8, t, 1024 * 2**i) for t in (8, 16, 64) for i in range(8)),
-    "nodes": tuple(Shape(1, 8, t, c) for c in (4096, 16384, 65536)
-                   for t in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    "heads": tuple(Shape(1, h, t, 16384) for t in (8, 64) for h in (4, 8, 16, 32, 64, 128)),
-    "small": (Shape(1, 8, 8, 256), Shape(1, 8, 1, 256), Shape(4, 8, 8, 256)),
-}
+# -- our providers ------------------------------------------------------------------------
 
 
-class Unavailable(RuntimeError):
-    """A provider cannot run here, or not on this shape; the message says why."""
-
-
-@dataclasses.dataclass
-class Workload:
-    """Inputs of one shape: a pool of several regions, and for each region its queries, batch,
-    and outputs."""
-
-    shape: Shape
-    pool: torch.Tensor
-    q: list[torch.Tensor]
-    batches: list[VerifyBatch]
-    out: torch.Tensor
-    lse: torch.Tensor
-    sm_scale: float = 192**-0.5
-    layout: KVLayout = KVLayout.LATENT_FIRST
-
-    @property
-    def regions(self) -> int:
-        return len(self.batches)
-
-
-def make_workload(shape: Shape, device: torch.device | str = "cuda", *, seed: int = 0,
-                  dtype: torch.dtype = torch.bfloat16, l2_bytes: int | None = None) -> Workload:
-    """Random inputs whose regions together exceed twice the L2, at least 2 and at most 128 of
-    them (short contexts then stay partly warm; the recorded ``regions`` say so)."""
-    if l2_bytes is None:
-        gpu = local_gpu()
-        l2_bytes = gpu.l2 if gpu else 0
-    a_request = shape.context + shape.num_nodes
-    region_bytes = shape.batch_size * a_request * 576 * dtype.itemsize
-    regions = min(max(2, -(-2 * l2_bytes // region_bytes)), 128)
-    slots = regions * shape.batch_size * a_request
-    generator = torch.Generator(device=device).manual_seed(seed)
-    pool = torch.empty(slots, 576, dtype=dtype, device=device).normal_(generator=generator)
-    rng = np.random.default_rng(seed)
-    draft = kary(3, shape.num_nodes)
-    tokens = shape.batch_size * shape.num_nodes
-    q, batches = [], []
-    for region in np.split(rng.permutation(slots), regions):
-        requests = np.split(region, shape.batch_size)
-        batches.append(VerifyBatch.from_requests(
-            [draft] * shape.batch_size, [shape.context] * shape.batch_size,
-            [r[: shape.context] for r in requests],
-            draft_slots=[r[shape.context:] for r in requests], device=device))
-        q.append(torch.empty(tokens, shape.num_heads, 576, dtype=dtype,
-                             device=device).normal_(generator=generator))
-    out = torch.full((tokens, shape.num_heads, 512), torch.nan, dtype=dtype, device=device)
-    lse = torch.full((tokens, shape.num_heads), torch.nan, device=device)
-    return Workload(shape, pool, q, batches, out, lse)
-
-
-#: A provider takes a workload and gives a function that runs one region's call.
-Provider = Callable[[Workload], Callable[[int], None]]
-
-
-def _through_verify_attention(backend: str) -> Provider:
-    def prepare(work: Workload) -> Callable[[int], None]:
+def _through_verify_attention(backend: str) -> Prepare:
+    def prepare(work: Workload) -> Call:
         space = torch.empty(
             workspace_bytes(work.batches[0], work.shape.num_heads, backend),
             dtype=torch.uint8, device=work.pool.device)
@@ -143,9 +57,9 @@ def _through_verify_attention(backend: str) -> Provider:
     return prepare
 
 
-def cuda_variant(**overrides) -> Provider:
+def cuda_variant(**overrides) -> Prepare:
     """Our CUDA kernel with parts of its launch plan set by hand (``rows``, ``groups``)."""
-    def prepare(work: Workload) -> Callable[[int], None]:
+    def prepare(work: Workload) -> Call:
         device = work.pool.device
         launch = cuda.plan_for(work.batches[0], work.shape.num_heads, device, **overrides)
         space = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device=device)
@@ -162,7 +76,7 @@ def cuda_variant(**overrides) -> Provider:
     return prepare
 
 
-def _triton_serial(work: Workload) -> Callable[[int], None]:
+def _triton_serial(work: Workload) -> Call:
     from .triton import verify_attention_triton
 
     def call(region: int) -> None:
@@ -175,65 +89,34 @@ def _triton_serial(work: Workload) -> Callable[[int], None]:
     return call
 
 
-def _sglang_extend(work: Workload) -> Callable[[int], None]:
-    """SGLang's own tree verify: its Triton backend's `extend_attention_fwd`, called as that
-    backend does for a draft tree (FULL_MASK with the prefix skipped, drafts as tensors of
-    their own)."""
-    for module in ("sglang.kernels.ops.attention.extend_attention",
-                   "sglang.srt.layers.attention.triton_ops.extend_attention"):
-        try:
-            extend_attention_fwd = importlib.import_module(module).extend_attention_fwd
-            break
-        except ImportError as error:
-            reason = error
-    else:
-        raise Unavailable(f"SGLang is not importable: {reason}")
-    layout = work.layout
-    if layout.order != "latent_first":
-        raise Unavailable("SGLang's rows are latent first")
-    buffer = work.pool[:, None]
-    drafts, metadata = [], []
-    for batch in work.batches:
-        drafts.append(work.pool[batch.draft_slots.long()][:, None].contiguous())
-        mask, mask_indptr = batch.full_mask()
-        metadata.append((batch.qo_indptr, batch.kv_indptr, batch.kv_indices.long(), mask,
-                         mask_indptr))
-
-    def call(region: int) -> None:
-        qo_indptr, kv_indptr, kv_indices, mask, mask_indptr = metadata[region]
-        rows = drafts[region]
-        extend_attention_fwd(
-            work.q[region], rows, layout.latent(rows), work.out, buffer, layout.latent(buffer),
-            qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, work.shape.num_nodes,
-            1.0, 1.0, sm_scale=work.sm_scale)
-
-    return call
-
-
 #: Providers by the name that appears in recorded data.
 PROVIDERS: dict[str, Provider] = {
-    "cuda": _through_verify_attention("cuda"),
-    "triton_split": _through_verify_attention("triton"),
-    "triton_serial": _triton_serial,
-    "sglang_extend": _sglang_extend,
+    "cuda": Provider(_through_verify_attention("cuda"), ("torch",), tuple(TREES), build.load),
+    "triton_split": Provider(_through_verify_attention("triton"), ("triton",), tuple(TREES)),
+    "triton_serial": Provider(_triton_serial, ("triton",)),
+    **PEERS,
 }
 
+#: What is measured when nothing else is asked for. FlexAttention is compiled anew for most
+#: shapes, which takes longer than everything else together.
+DEFAULT = tuple(name for name in PROVIDERS if name != "flex_attention")
 
-def error_of(work: Workload, call: Callable[[int], None]) -> float:
+
+# -- one measurement ----------------------------------------------------------------------
+
+
+def error_of(work: Workload, call: Call) -> float:
     """Relative error of region 0 against the float64 oracle, from outputs that held NaN; of the
     log-sum-exp too, where the provider writes it."""
     work.out.fill_(torch.nan)
     work.lse.fill_(torch.nan)
-    call(0)
-    latent, rope = work.layout.split(work.q[0])
-    exact, exact_lse = verify_attention_reference(
-        latent, rope, work.pool, work.batches[0], sm_scale=work.sm_scale, layout=work.layout)
-    error = relative_error(work.out, exact)
+    out = call(0)
+    exact, exact_lse = work.exact
+    error = relative_error(work.out if out is None else out, exact)
     return error if work.lse.isnan().all() else max(error, relative_error(work.lse, exact_lse))
 
 
-def time_graph(work: Workload, call: Callable[[int], None], *, seconds: float = 0.25
-               ) -> np.ndarray:
+def time_graph(work: Workload, call: Call, *, seconds: float = 0.25) -> np.ndarray:
     """Microseconds a call: a CUDA graph of one call a region, replayed and timed with events.
 
     Returns:
@@ -263,71 +146,233 @@ def time_graph(work: Workload, call: Callable[[int], None], *, seconds: float = 
     return 1e3 * replays(int(np.clip(seconds / probe, 10, 400)))[1:] / work.regions
 
 
+def _reason(error: Exception) -> str:
+    """An exception on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _context_lost() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _record(work: Workload, provider: Provider, seconds: float, ceiling: Ceiling | None
+            ) -> dict[str, object]:
+    """Checks and times one provider; a failure of any kind is part of the record."""
+    record: dict[str, object] = {"regions": work.regions}
+    try:
+        call = provider.prepare(work)
+        record["error"] = error_of(work, call)
+        if record["error"] > measurements.MAX_ERROR:
+            return record | {"status": "wrong", "note": "not timed: the result is wrong"}
+        times = time_graph(work, call, seconds=seconds)
+    except Unavailable as reason:
+        return record | {"status": "unavailable", "note": str(reason)}
+    except Exception as error:
+        # Triton's name for more shared memory or registers than there are.
+        if type(error).__name__ == "OutOfResources":
+            return record | {"status": "unavailable", "note": _reason(error)}
+        tqdm.write("".join(traceback.format_exception(error)[-4:]), file=sys.stderr)
+        return record | {"status": "failed", "note": _reason(error)}
+    counts = dataclasses.astuple(work.shape)
+    latency = float(np.median(times))
+    flops, moved = attention_flops(*counts), attention_bytes(*counts)
+    record |= {
+        "status": "ok", "latency_us": latency, "p10_us": float(np.quantile(times, 0.1)),
+        "p90_us": float(np.quantile(times, 0.9)), "tflops": flops / latency / 1e6,
+        "gbps": moved / latency / 1e3,
+    }
+    if ceiling:
+        record |= {"ceiling_tflops": ceiling.tensor / 1e12,
+                   "ceiling_gbps": ceiling.bandwidth / 1e9,
+                   "ceiling_percent": 1e8 * ceiling.floor(flops, moved) / latency}
+    return record
+
+
+# -- a run --------------------------------------------------------------------------------
+
+
+def _plan(shapes: Sequence[Shape], providers: dict[str, Provider], done: set[tuple]
+          ) -> Iterator[tuple[Shape, str, list[str]]]:
+    """What is still to be measured: shape, tree, names of providers."""
+    for shape in shapes:
+        for tree in TREES:
+            names = [name for name, p in providers.items() if tree in p.trees or tree != "chain"]
+            names = [n for n in names if (*dataclasses.astuple(shape), tree, n) not in done]
+            if names:
+                yield shape, tree, names
+
+
 def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds: float = 0.25,
-            seed: int = 0) -> pd.DataFrame:
-    """Measures every provider on every shape.
+            seed: int = 0, ceiling: Ceiling | None = None, earlier: pd.DataFrame | None = None,
+            save: Callable[[pd.DataFrame], None] = lambda frame: None,
+            **origin: object) -> pd.DataFrame:
+    """Measures providers on shapes, each on the kinds of tree that it is meant for.
+
+    Args:
+        ceiling: rates of this GPU, for ``ceiling_percent``.
+        earlier: rows of the same run, which stay and are not measured again.
+        save: is given all rows after each new one.
+        origin: columns that replace those of :func:`mla_kernels.device.provenance` or are added.
 
     Returns:
-        One row each: the shape, ``provider``, ``latency_us`` (median) with ``p10_us`` and
-        ``p90_us``, ``error`` (relative, against the oracle), ``tflops`` and ``gbps`` (counted
-        by :mod:`mla_kernels.device`), ``regions``, ``note`` (why there is no time), and
-        :func:`mla_kernels.device.provenance`.
+        One row each: the shape, ``tree``, ``provider``, its ``version``, ``status`` (``ok``,
+        ``unavailable``, ``failed``, ``wrong``) and, where that is not ``ok``, the reason in
+        ``note``; ``latency_us`` (median) with ``p10_us`` and ``p90_us``, ``error`` (relative,
+        against the oracle), ``tflops`` and ``gbps`` (counted by :mod:`mla_kernels.device`),
+        ``regions``, the ceilings and ``ceiling_percent`` (the time that they allow over the time
+        taken), and where it comes from. A provider without a tree mask has a row that says so
+        on trees, and its times on chains.
+
+    Raises:
+        ContextLost: an illegal access or the like in a provider's kernel. Its row is saved.
     """
-    records = []
-    for shape in tqdm(shapes, leave=False, unit="shape"):
-        work = make_workload(shape, seed=seed)
-        counts = (shape.batch_size, shape.num_heads, shape.num_nodes, shape.context)
-        for name, prepare in providers.items():
-            record = dataclasses.asdict(shape) | {"provider": name, "regions": work.regions}
+    rows = [] if earlier is None else earlier.to_dict("records")
+    done = {tuple(row[c] for c in measurements.KEY) for row in rows}
+    todo = list(_plan(shapes, providers, done))
+    where = {k: v for k, v in provenance().items() if k != "sglang"} | origin
+    empty = dict.fromkeys(measurements.COLUMNS)
+
+    def add(shape: Shape, tree: str, name: str, record: dict[str, object]) -> None:
+        key = {**dataclasses.asdict(shape), "tree": tree, "provider": name}
+        version = providers[name].version
+        rows.append(empty | key | {"version": version} | record | where)
+        if record["status"] != "ok":
+            tqdm.write(f"{shape}, {tree}: {name} {record['status']}: {record['note']}",
+                       file=sys.stderr)
+        save(pd.DataFrame.from_records(rows))
+
+    with tqdm(total=sum(len(names) for *_, names in todo), leave=False, unit="row") as bar:
+        for shape, tree, names in todo:
+            bar.set_description(f"{shape}, {tree}")
+            able = [n for n in names if tree in providers[n].trees]
+            for name in names:
+                if name not in able:
+                    add(shape, tree, name, {
+                        "status": "unavailable",
+                        "note": "it has no tree mask: timed on a chain of as many nodes"})
+            bar.update(len(names) - len(able))
+            if not able:
+                continue
             try:
-                call = prepare(work)
-                record["error"] = error_of(work, call)
-                times = time_graph(work, call, seconds=seconds)
-            except Unavailable as reason:
-                record["note"] = str(reason)
-            else:
-                latency = float(np.median(times))
-                record |= {
-                    "latency_us": latency, "p10_us": float(np.quantile(times, 0.1)),
-                    "p90_us": float(np.quantile(times, 0.9)),
-                    "tflops": attention_flops(*counts) / latency / 1e6,
-                    "gbps": attention_bytes(*counts) / latency / 1e3,
-                }
-            records.append(record)
-        del work
-        torch.cuda.empty_cache()
-    # Last, when all that was measured has been imported and has a version.
-    return pd.DataFrame.from_records(records).assign(**provenance())
+                work = make_workload(shape, tree=tree, seed=seed)
+            except torch.OutOfMemoryError as error:
+                for name in able:
+                    add(shape, tree, name, {"status": "unavailable", "note": _reason(error)})
+                bar.update(len(able))
+                continue
+            for name in able:
+                add(shape, tree, name, _record(work, providers[name], seconds, ceiling))
+                bar.update()
+                if rows[-1]["status"] == "failed" and _context_lost():
+                    raise ContextLost(f"{name} broke the CUDA context on {shape}, {tree}: "
+                                      f"{rows[-1]['note']}")
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+            del work
+    return pd.DataFrame.from_records(rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_all(providers: Sequence[Provider]) -> None:
+    """Compiles what providers compile, at the same time. What fails here fails again, with its
+    reason, where it is measured."""
+    tasks = [p.build for p in providers if p.build]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(tasks))) as pool:
+        concurrent.futures.wait([pool.submit(task) for task in tasks])
+
+
+# -- the command --------------------------------------------------------------------------
+
+
+def _write(path: Path, frame: pd.DataFrame) -> None:
+    """Replaces the file in one step, so that it is whole whenever the run is stopped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    frame.to_csv(part, index=False, float_format="%.6g")
+    os.replace(part, path)
+
+
+def _earlier(path: Path, retry: bool) -> pd.DataFrame | None:
+    """The rows of a run that was stopped.
+
+    Raises:
+        ValueError: the file is another run's: of another GPU, commit or version.
+    """
+    if not path.exists():
+        return None
+    frame = measurements.load(path)
+    here = provenance()
+    for column in measurements.ORIGIN:
+        found, now = frame[column].iloc[0], here[column]
+        if column != "date" and str(found) != str(now):
+            raise ValueError(f"{path} is of {column} {found}, and this is {now}: name another file")
+    return frame[frame["status"] == "ok"] if retry else frame
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m mla_kernels.bench",
         description="Time verify attention on the local GPU, cold, by CUDA graph replay.")
     parser.add_argument("--preset", action="append", choices=sorted(PRESETS))
     parser.add_argument("--shape", action="append", help="B,H,T,L; repeatable")
-    parser.add_argument("--provider", action="append", choices=sorted(PROVIDERS))
+    parser.add_argument("--provider", action="append", choices=sorted(PROVIDERS),
+                        help=f"repeatable; default: {', '.join(DEFAULT)}")
     parser.add_argument("--seconds", type=float, default=0.25, help="replay time a measurement")
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    args = parser.parse_args(argv)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path,
+                        help="CSV file to write; an earlier part of the same run is kept")
+    parser.add_argument("--retry", action="store_true",
+                        help="measure again what is in the file without a time")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
     if local_gpu() is None:
         print("error: no CUDA device here; recorded measurements are in data/measurements",
               file=sys.stderr)
         return 2
+    from . import ceilings
+
     shapes = [Shape.parse(s) for s in args.shape or []]
     for preset in args.preset or ([] if shapes else ["spine"]):
         shapes += PRESETS[preset]
-    names = args.provider or list(PROVIDERS)
-    frame = measure(list(dict.fromkeys(shapes)), {n: PROVIDERS[n] for n in names},
-                    seconds=args.seconds)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        frame.to_csv(args.out, index=False, float_format="%.6g")
-    columns = ["batch_size", "num_heads", "num_nodes", "context", "provider", "latency_us",
-               "p10_us", "p90_us", "error", "tflops", "gbps"]
-    with pd.option_context("display.width", 160, "display.max_rows", None):
-        print(frame[columns].round({"latency_us": 1, "p10_us": 1, "p90_us": 1, "tflops": 0,
-                                    "gbps": 0}).to_string(index=False))
+    providers = {name: PROVIDERS[name] for name in args.provider or DEFAULT}
+    try:
+        earlier = _earlier(args.out, args.retry) if args.out else None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    origin = {"arguments": " ".join(sys.argv[1:] if argv is None else argv)}
+    if earlier is not None and len(earlier):
+        origin["date"] = earlier["date"].iloc[0]
+    build_all(list(providers.values()))
+    ceiling = ceilings.measure()
+    print(f"ceilings: copy {ceiling.bandwidth / 1e12:.2f} TB/s, mma.sync "
+          f"{ceiling.tensor / 1e12:.0f} TFLOP/s", file=sys.stderr)
+    try:
+        frame = measure(
+            list(dict.fromkeys(shapes)), providers, seconds=args.seconds, seed=args.seed,
+            ceiling=ceiling, earlier=earlier,
+            save=functools.partial(_write, args.out) if args.out else lambda frame: None, **origin)
+    except ContextLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        if args.out:
+            print("the same command again goes on behind it", file=sys.stderr)
+        return 3
+    columns = [*measurements.KEY, "status", "latency_us", "p10_us", "p90_us", "error", "tflops",
+               "gbps", "ceiling_percent"]
+    with pd.option_context("display.width", 200, "display.max_rows", None):
+        print(frame[columns].astype({c: float for c in columns[7:]}).round(
+            {"latency_us": 1, "p10_us": 1, "p90_us": 1, "error": 5, "tflops": 0, "gbps": 0,
+             "ceiling_percent": 1}).to_string(index=False))
+    measurements.validate(frame, "this run")
     return 0
 
 

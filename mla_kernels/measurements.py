@@ -18,14 +18,33 @@ from .device import attention_bytes, attention_flops
 #: beside the package.
 FOLDER = Path(__file__).parent.parent / "data" / "measurements"
 
-#: Columns that name a shape; see :class:`mla_kernels.bench.Shape`.
+#: Columns that name a shape; see :class:`mla_kernels.workload.Shape`.
 SHAPE = ["batch_size", "num_heads", "num_nodes", "context"]
+
+#: Columns that name a row: the shape, the kind of tree (:data:`mla_kernels.workload.TREES`), and
+#: what was measured.
+KEY = [*SHAPE, "tree", "provider"]
 
 #: Columns with numbers that a measured row must have, in microseconds where so named.
 NUMBERS = ["latency_us", "p10_us", "p90_us", "error", "tflops", "gbps", "regions"]
 
+#: Rates of the card, measured in the same run, and the share of the time taken that they would
+#: allow.
+CEILINGS = ["ceiling_tflops", "ceiling_gbps", "ceiling_percent"]
+
 #: Columns that say where a row comes from.
 ORIGIN = ["gpu", "arch", "sms", "driver", "cuda", "torch", "commit", "date"]
+
+#: What became of a row: timed; cannot run here or on this shape; raised an error; gave a wrong
+#: result, and so was not timed. ``note`` says why for all but the first.
+STATUS = ("ok", "unavailable", "failed", "wrong")
+
+#: All that a row says besides its origin.
+COLUMNS = [*KEY, "version", "status", "note", "regions", "error", "latency_us", "p10_us", "p90_us",
+           "tflops", "gbps", *CEILINGS]
+
+#: The largest error that a timed row may have: the time of a wrong result is none.
+MAX_ERROR = 1e-2
 
 #: What the providers are called in figures and tables.
 NAMES = {
@@ -33,6 +52,19 @@ NAMES = {
     "triton_split": "our Triton, split-KV",
     "triton_serial": "our Triton, serial per head",
     "sglang_extend": "SGLang's Triton extend",
+}
+
+#: The same for those that the figures of trees leave out.
+PEER_NAMES = {
+    "sglang_extend_sm12x": "SGLang's Triton extend, sm_12x blocks",
+    "sglang_verify": "SGLang's Triton verify, chains only",
+    "sglang_decode": "SGLang's Triton decode, one token",
+    "flashinfer_fa2": "FlashInfer MLA FA2, chains only",
+    "flashinfer_fa3": "FlashInfer MLA FA3 (wgmma), chains only",
+    "flashmla": "FlashMLA (wgmma), chains only",
+    "prefix_suffix": "FlashInfer prefix + SGLang suffix, merged",
+    "sdpa": "PyTorch SDPA, gathered",
+    "flex_attention": "PyTorch FlexAttention, gathered",
 }
 
 
@@ -51,20 +83,42 @@ def files(folder: Path = FOLDER) -> list[Path]:
 
 
 def load(path: Path | str) -> pd.DataFrame:
-    """One run's file, validated.
+    """One run's file, completed and validated, rows of all kinds of tree.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: see :func:`validate`.
     """
     # A commit of digits alone must stay text.
-    frame = pd.read_csv(path, dtype={"commit": str, "date": str, "driver": str, "cuda": str})
+    frame = complete(pd.read_csv(path, dtype={"commit": str, "date": str, "driver": str,
+                                              "cuda": str}))
     validate(frame, str(path))
     return frame
 
 
-def latest(gpu: str | None = None, folder: Path = FOLDER) -> pd.DataFrame:
-    """The newest run, by file name (they begin with the date), of a GPU if named.
+def complete(frame: pd.DataFrame) -> pd.DataFrame:
+    """A run with all of :data:`COLUMNS`; those of before there were chains and states get them.
+    """
+    frame = frame.copy()
+    if "tree" not in frame:
+        frame["tree"] = "3-ary"
+    if "status" not in frame and "latency_us" in frame:
+        frame["status"] = np.where(frame["latency_us"].notna(), "ok", "unavailable")
+    for column in ("version", "note", *CEILINGS):
+        if column not in frame:
+            frame[column] = None
+    return frame
+
+
+def of_tree(frame: pd.DataFrame, tree: str = "3-ary") -> pd.DataFrame:
+    """The rows measured on one kind of tree."""
+    return frame[frame["tree"] == tree] if "tree" in frame else frame
+
+
+def latest(gpu: str | None = None, folder: Path = FOLDER, *,
+           tree: str | None = "3-ary") -> pd.DataFrame:
+    """The newest run, by file name (they begin with the date), of a GPU if named: its rows of
+    one kind of tree, or of all for None.
 
     Raises:
         FileNotFoundError: there is none.
@@ -72,7 +126,7 @@ def latest(gpu: str | None = None, folder: Path = FOLDER) -> pd.DataFrame:
     for path in reversed(files(folder)):
         frame = load(path)
         if gpu is None or gpu in str(frame["gpu"].iloc[0]):
-            return frame
+            return frame if tree is None else of_tree(frame, tree).reset_index(drop=True)
     raise FileNotFoundError(f"no measurements of {gpu or 'any GPU'} in {folder.name}/; make them "
                             "with `python -m mla_kernels.bench --out FILE`")
 
@@ -81,10 +135,11 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
     """Checks a run.
 
     Raises:
-        ValueError: columns missing; a shape and provider twice; a row that has neither a time
-            nor a note why not; times that are not positive or quantiles out of order; an
-            error above 1e-2 (the measurement of a wrong result is none); throughputs that do
-            not follow from the shape and the time; origins missing or mixed.
+        ValueError: columns missing; a key (:data:`KEY`) twice; an unknown status; a time without
+            the status ``ok`` or the reverse; a row that has neither a time nor a note why not;
+            times that are not positive or quantiles out of order; a timed row with an error
+            above :data:`MAX_ERROR`, or a row called wrong without one; throughputs and shares of
+            the ceiling that do not follow from the shape and the time; origins missing or mixed.
     """
     def fail(what: str) -> None:
         raise ValueError(f"{name}: {what}")
@@ -92,34 +147,47 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
     missing = [c for c in [*SHAPE, "provider", *NUMBERS, *ORIGIN] if c not in frame]
     if missing:
         fail(f"columns missing: {', '.join(missing)}")
-    twice = frame.duplicated([*SHAPE, "provider"])
+    frame = complete(frame)
+    twice = frame.duplicated(KEY)
     if twice.any():
-        fail(f"measured twice: {frame.loc[twice, [*SHAPE, 'provider']].iloc[0].to_dict()}")
+        fail(f"measured twice: {frame.loc[twice, KEY].iloc[0].to_dict()}")
     timed = frame["latency_us"].notna()
-    noted = frame["note"].notna() if "note" in frame else pd.Series(False, index=frame.index)
-    if not (timed | noted).all():
+    if not (timed | frame["note"].notna()).all():
         fail("a row has neither a time nor a note")
+    if not frame["status"].isin(STATUS).all():
+        fail(f"a status must be one of {', '.join(STATUS)}; got {frame['status'].unique()}")
+    if ((frame["status"] == "ok") != timed).any():
+        fail("a row must have a time if and only if its status is ok")
+    if not (frame.loc[frame["status"] == "wrong", "error"] > MAX_ERROR).all():
+        fail(f"a row called wrong must have an error above {MAX_ERROR:g}")
     rows = frame[timed]
     if rows[NUMBERS].isna().any(axis=None):
         fail("a timed row lacks a number")
     if not ((rows["p10_us"] > 0) & (rows["p10_us"] <= rows["latency_us"])
             & (rows["latency_us"] <= rows["p90_us"])).all():
         fail("times must be positive and p10 <= median <= p90")
-    if not rows["error"].between(0, 1e-2).all():
-        fail(f"an error is out of 0 .. 1e-2: {rows['error'].max()}")
-    for column, count, per in (("tflops", attention_flops, 1e6), ("gbps", attention_bytes, 1e3)):
-        wanted = [count(*shape) / time / per
-                  for *shape, time in rows[[*SHAPE, "latency_us"]].itertuples(index=False)]
-        if not np.allclose(rows[column], wanted, rtol=1e-3):
+    if not rows["error"].between(0, MAX_ERROR).all():
+        fail(f"an error is out of 0 .. {MAX_ERROR:g}: {rows['error'].max()}")
+    wanted = {"tflops": [], "gbps": [], "ceiling_percent": []}
+    for *shape, time, tensor, copy in rows[
+            [*SHAPE, "latency_us", *CEILINGS[:2]]].itertuples(index=False):
+        flops, moved = attention_flops(*shape), attention_bytes(*shape)
+        wanted["tflops"].append(flops / time / 1e6)
+        wanted["gbps"].append(moved / time / 1e3)
+        wanted["ceiling_percent"].append(
+            100 * max(flops / tensor / 1e6, moved / copy / 1e3) / time
+            if tensor == tensor and tensor is not None else np.nan)
+    for column, numbers in wanted.items():
+        if not np.allclose(rows[column].astype(float), numbers, rtol=1e-3, equal_nan=True):
             fail(f"{column} does not follow from the shape and the time")
     for column in ORIGIN:
         if frame[column].isna().any() or frame[column].nunique() != 1:
             fail(f"{column} must be one value in all rows; got {frame[column].unique().tolist()}")
 
 
-def speedups(frame: pd.DataFrame, provider: str = "cuda",
-             baseline: str = "triton_serial") -> pd.DataFrame:
-    """How many times faster ``provider`` is than ``baseline``.
+def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "triton_serial",
+             tree: str = "3-ary") -> pd.DataFrame:
+    """How many times faster ``provider`` is than ``baseline``, on one kind of tree.
 
     Returns:
         A table with the shape's columns, ``latency_us``, ``baseline_us`` and ``speedup``.
@@ -127,6 +195,7 @@ def speedups(frame: pd.DataFrame, provider: str = "cuda",
     Raises:
         ValueError: a provider that the run does not have.
     """
+    frame = of_tree(frame, tree)
     known = frame["provider"].unique().tolist()
     for name, value in (("provider", provider), ("baseline", baseline)):
         if value not in known:
@@ -138,8 +207,10 @@ def speedups(frame: pd.DataFrame, provider: str = "cuda",
     return wide
 
 
-def sweep(frame: pd.DataFrame, along: str, provider: str, **fixed: int) -> pd.DataFrame:
+def sweep(frame: pd.DataFrame, along: str, provider: str, *, tree: str = "3-ary",
+          **fixed: int) -> pd.DataFrame:
     """The rows of one provider along one column of the shape, the others fixed; sorted."""
+    frame = of_tree(frame, tree)
     rows = frame[(frame["provider"] == provider) & frame["latency_us"].notna()]
     for column, value in fixed.items():
         rows = rows[rows[column] == value]
@@ -156,7 +227,7 @@ def origin(frame: pd.DataFrame) -> str:
 def markdown_table(frame: pd.DataFrame, shapes: Sequence[Sequence[int]],
                    providers: Sequence[str]) -> str:
     """A table of median microseconds for the README: shapes down, providers across."""
-    wide = frame.pivot(index=SHAPE, columns="provider", values="latency_us")
+    wide = of_tree(frame).pivot(index=SHAPE, columns="provider", values="latency_us")
     lines = ["| requests, heads, nodes, context | " + " | ".join(NAMES[p] for p in providers)
              + " | speed-up over the last |",
              "|---|" + "---:|" * (len(providers) + 1)]

@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from mla_kernels import bench
+from mla_kernels import bench, measurements
 from mla_kernels.attention import verify_attention
 from mla_kernels.bench import PRESETS, Shape, error_of, make_workload
+from mla_kernels.device import Ceiling
+from mla_kernels.peers import Provider, Unavailable
+from mla_kernels.workload import MODEL_HEADS, TREES
 
 ROOT = Path(__file__).parent.parent
 ROW = 576 * 2
@@ -51,6 +55,13 @@ def test_presets():
             # Four regions fit beside one another on a card of 80 GB.
             assert 4 * s.batch_size * (s.context + s.num_nodes) * ROW < 40e9, s
             assert s.batch_size * (s.context + s.num_nodes) < 2**31, s
+    assert [s for s in PRESETS["spine"]] == [Shape.parse(t) for t in (
+        "1,8,8,16384 1,8,16,16384 1,8,64,16384 1,8,64,131072 8,8,1,16384 8,8,8,16384 32,8,8,4096 "
+        "8,8,16,16384 8,8,64,16384 16,8,32,8192 1,64,8,16384 1,12,8,16384 4,128,4,8192").split()]
+    for name, heads in MODEL_HEADS.items():
+        assert {s.num_heads for s in PRESETS[name]} == {heads // tp for tp in (1, 2, 4, 8)}
+        assert {s.context for s in PRESETS[name]} == {1024 * 2**i for i in range(8)}
+        assert {s.batch_size for s in PRESETS[name]} == {2**i for i in range(7)}
     for name, swept in (("context", "context"), ("nodes", "num_nodes"), ("heads", "num_heads")):
         fixed = {f.name for f in dataclasses.fields(Shape)} - {swept}
         values = {}
@@ -105,6 +116,24 @@ def test_a_seed_gives_one_workload():
     assert torch.equal(one.batches[1].kv_indices, two.batches[1].kv_indices)
     assert not torch.equal(one.pool, other.pool)
     assert not torch.equal(one.batches[0].kv_indices, other.batches[0].kv_indices)
+
+
+def test_kinds_of_tree_have_the_same_inputs():
+    works = {tree: on_cpu(Shape(2, 3, 6, 20), tree=tree) for tree in TREES}
+    one, other = works["3-ary"], works["chain"]
+    assert torch.equal(one.pool, other.pool) and torch.equal(one.q[0], other.q[0])
+    assert torch.equal(one.slots(1), other.slots(1))
+    masks = {tree: work.batches[0].draft_mask(1) for tree, work in works.items()}
+    assert torch.equal(masks["chain"], torch.ones(6, 6, dtype=bool).tril())
+    assert masks["3-ary"].sum(1).tolist() == [1, 2, 2, 2, 3, 3]
+
+
+def test_slots_are_the_prefix_then_the_drafts():
+    work = on_cpu(Shape(3, 2, 4, 33))
+    for region, batch in enumerate(work.batches):
+        for b, slots in enumerate(work.slots(region)):
+            assert torch.equal(slots[:33].long(), batch.prefix_slots(b))
+            assert torch.equal(slots[33:], batch.draft_slots[4 * b:4 * b + 4])
 
 
 @pytest.mark.parametrize("l2_bytes, regions", [
@@ -163,28 +192,178 @@ def test_error_of_wrong_providers(work):
     assert error_of(work, part) == float("inf")
 
 
+def test_an_output_may_be_returned(work):
+    def returns(region):
+        reference_call(work)(region)
+        out = work.out.clone()
+        work.out.fill_(torch.nan)
+        return out
+
+    assert 0 < error_of(work, returns) < 3e-3
+
+
 def test_providers():
     assert {"cuda", "triton_split", "triton_serial"} <= bench.PROVIDERS.keys()
+    names = measurements.NAMES | measurements.PEER_NAMES
+    assert bench.PROVIDERS.keys() == names.keys()
+    assert set(bench.DEFAULT) == bench.PROVIDERS.keys() - {"flex_attention"}
+    # What chain-only peers are compared with is measured on the same chain.
+    for name in ("cuda", "triton_split"):
+        assert set(bench.PROVIDERS[name].trees) == set(TREES)
 
 
-def test_measuring_notes_what_cannot_run(monkeypatch):
-    """A provider that is not there leaves a row with its reason, and no time."""
-    def missing(work):
-        raise bench.Unavailable("not installed: pip install it")
+def test_builds_run_all_and_do_not_raise():
+    built = []
 
-    monkeypatch.setattr(bench, "make_workload", lambda shape, seed: on_cpu(shape, seed=seed))
+    def broken():
+        built.append("broken")
+        raise RuntimeError("no nvcc")
+
+    bench.build_all([Provider(None, build=broken), Provider(None),
+                     Provider(None, build=lambda: built.append("other"))])
+    assert sorted(built) == ["broken", "other"]
+
+
+# -- a run --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Measuring on the CPU: small regions, and times that are given."""
+    monkeypatch.setattr(bench, "make_workload",
+                        lambda shape, tree, seed: on_cpu(shape, tree=tree, seed=seed))
     monkeypatch.setattr(bench, "time_graph", lambda work, call, seconds: np.array([3., 2., 4.]))
-    shape = Shape(1, 2, 3, 20)
-    frame = bench.measure([shape], {"missing": missing, "reference": reference_call})
-    assert list(frame["provider"]) == ["missing", "reference"]
-    absent, there = frame.iloc[0], frame.iloc[1]
-    assert absent["note"] == "not installed: pip install it" and np.isnan(absent["latency_us"])
+
+
+def raising(error):
+    def prepare(work):
+        raise error
+    return prepare
+
+
+def wrong(work):
+    def call(region):
+        reference_call(work)(region)
+        work.out.mul_(1.1)
+    return call
+
+
+class OutOfResources(Exception):
+    pass
+
+
+class Stopped(BaseException):
+    """Not an error of the provider's, as Ctrl-C is none."""
+
+
+ORIGIN = {"gpu": "a GPU", "arch": "sm_00", "sms": 1, "driver": "1.0", "cuda": "13.0"}
+
+
+def test_measuring_records_what_became_of_each(cpu, capsys):
+    providers = {
+        "missing": Provider(raising(Unavailable("not installed: pip install it"))),
+        "broken": Provider(raising(IndexError("list index\nout of range"))),
+        "large": Provider(raising(OutOfResources("shared memory, Required: 294912"))),
+        "wrong": Provider(wrong),
+        "chain only": Provider(reference_call, trees=("chain",)),
+        "reference": Provider(reference_call, trees=("3-ary", "chain")),
+    }
+    ceiling = Ceiling("a GPU", "sm_00", 1, 1e9, 1e12, "here")
+    frame = bench.measure([Shape(1, 2, 3, 20)], providers, ceiling=ceiling, **ORIGIN)
+    rows = frame.set_index(["tree", "provider"])
+    assert len(rows) == 8
+    assert rows["status"].to_dict() == {
+        ("3-ary", "missing"): "unavailable", ("3-ary", "broken"): "failed",
+        ("3-ary", "large"): "unavailable", ("3-ary", "wrong"): "wrong",
+        ("3-ary", "chain only"): "unavailable", ("3-ary", "reference"): "ok",
+        ("chain", "chain only"): "ok", ("chain", "reference"): "ok"}
+    notes = rows["note"].loc["3-ary"]
+    assert notes["missing"] == "not installed: pip install it"
+    assert notes["broken"] == "IndexError: list index out of range"
+    assert notes["large"] == "OutOfResources: shared memory, Required: 294912"
+    assert "no tree mask" in notes["chain only"]
+    assert rows["latency_us"].isna().sum() == 5
+    assert rows.loc[("3-ary", "wrong"), "error"] == pytest.approx(0.1, rel=0.1)
+    there = rows.loc[("3-ary", "reference")]
     assert there["latency_us"] == 3 and 2 <= there["p10_us"] <= 3 <= there["p90_us"] <= 4
     assert there["error"] < 3e-3 and there["regions"] == 2
     # By hand: 2 * 1 * 2 heads * 3 nodes * 23 rows * (576 + 512) flop in 3 us.
     assert there["tflops"] == pytest.approx(2 * 2 * 3 * 23 * 1088 / 3e-6 / 1e12)
-    assert there["gbps"] == pytest.approx((23 * 576 + 3 * 2 * 1088) * 2 / 3e-6 / 1e9)
-    assert {"torch", "date", "gpu", "commit"} <= set(frame.columns)
+    moved = (23 * 576 + 3 * 2 * 1088) * 2
+    assert there["gbps"] == pytest.approx(moved / 3e-6 / 1e9)
+    # Copying at 1 GB/s would take longer than multiplying at 1 TFLOP/s.
+    assert there["ceiling_percent"] == pytest.approx(100 * moved / 1e9 / 3e-6)
+    assert there["version"] == f"torch {torch.__version__}"
+    measurements.validate(frame)
+    told = capsys.readouterr().err
+    assert "missing unavailable: not installed" in told and "in prepare" in told
+
+
+def test_a_run_goes_on_where_it_stopped(cpu, tmp_path):
+    path = tmp_path / "folder" / "run.csv"
+    shapes = [Shape(1, 2, 3, 20), Shape(2, 2, 1, 24)]
+    calls = []
+
+    def counted(work):
+        if len(calls) == 3:
+            raise Stopped
+        calls.append((work.shape, work.tree))
+        return reference_call(work)
+
+    providers = {"counted": Provider(counted, trees=("3-ary", "chain")),
+                 "missing": Provider(raising(Unavailable("why")))}
+    origin = {**ORIGIN, "commit": "0012345"}
+
+    def go(earlier=None):
+        return bench.measure(shapes, providers, earlier=earlier, **origin,
+                             save=lambda frame: bench._write(path, frame))
+
+    with pytest.raises(Stopped):
+        go()
+    stopped = measurements.load(path)
+    assert len(stopped) == 5 and not list(path.parent.glob("*.part"))
+    calls.clear()
+    whole = go(stopped)
+    assert calls == [(shapes[1], "chain")]
+    again = measurements.load(path)
+    assert len(again) == len(whole) == 6
+    assert again["status"].value_counts().to_dict() == {"ok": 4, "unavailable": 2}
+    assert again["commit"].unique().tolist() == ["0012345"]
+
+
+def test_a_file_of_another_run_is_refused(cpu, tmp_path, monkeypatch):
+    path = tmp_path / "run.csv"
+    assert bench._earlier(path, retry=False) is None
+    providers = {"missing": Provider(raising(Unavailable("why"))),
+                 "reference": Provider(reference_call)}
+    here = {**bench.provenance(), **ORIGIN}
+    bench._write(path, bench.measure([Shape(1, 2, 3, 20)], providers, **ORIGIN))
+    monkeypatch.setattr(bench, "provenance", lambda: {**here, "date": "2099-01-01"})
+    assert len(bench._earlier(path, retry=False)) == 2
+    assert bench._earlier(path, retry=True)["provider"].tolist() == ["reference"]
+    monkeypatch.setattr(bench, "provenance", lambda: {**here, "commit": "another"})
+    with pytest.raises(ValueError, match="is of commit .*, and this is another"):
+        bench._earlier(path, retry=False)
+
+
+def test_a_broken_context_ends_the_run(cpu, monkeypatch):
+    saved = []
+    providers = {"illegal": Provider(raising(RuntimeError("an illegal memory access"))),
+                 "reference": Provider(reference_call)}
+    monkeypatch.setattr(bench, "_context_lost", lambda: True)
+    with pytest.raises(bench.ContextLost, match="illegal broke the CUDA context on B 1.*access"):
+        bench.measure([Shape(1, 2, 3, 20)], providers, save=saved.append, **ORIGIN)
+    assert saved[-1]["provider"].tolist() == ["illegal"]
+    assert saved[-1]["status"].tolist() == ["failed"]
+
+
+def test_inputs_that_do_not_fit(cpu, monkeypatch):
+    def full(shape, tree, seed):
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    monkeypatch.setattr(bench, "make_workload", full)
+    frame = bench.measure([Shape(1, 2, 3, 20)], {"reference": Provider(reference_call)}, **ORIGIN)
+    assert frame["status"].tolist() == ["unavailable"] and "80 GiB" in frame["note"][0]
 
 
 # -- the command --------------------------------------------------------------------------
@@ -199,15 +378,47 @@ def test_command_line_without_a_gpu():
                            "data/measurements\n")
 
 
+def test_command_line_from_file_to_table(cpu, tmp_path, monkeypatch, capsys):
+    """All of it but the GPU, twice: the second time nothing is left to do."""
+    from mla_kernels import ceilings
+
+    measured = []
+
+    def counted(work):
+        measured.append(work.tree)
+        return reference_call(work)
+
+    monkeypatch.setattr(bench, "local_gpu", lambda: object())
+    monkeypatch.setattr(bench, "PROVIDERS", {
+        "cuda": Provider(counted, trees=("3-ary", "chain")),
+        "flashmla": Provider(raising(Unavailable("no such GPU")), trees=("chain",))})
+    monkeypatch.setattr(bench, "DEFAULT", ("cuda", "flashmla"))
+    monkeypatch.setattr(ceilings, "measure", lambda: Ceiling("a GPU", "sm_00", 1, 1e9, 1e12, ""))
+    real = bench.provenance()
+    monkeypatch.setattr(bench, "provenance", lambda: {**real, **ORIGIN})
+    out = tmp_path / "run.csv"
+    arguments = ["--shape", "1,2,3,20", "--shape", "1,2,1,9", "--out", str(out)]
+    for _ in range(2):
+        assert bench.main(arguments) == 0
+        told = capsys.readouterr()
+        assert told.out.count("flashmla") == 4 and "ceiling_percent" in told.out
+        assert "copy 0.00 TB/s, mma.sync 1 TFLOP/s" in told.err
+    assert measured == ["3-ary", "chain"] * 2
+    frame = measurements.load(out)
+    assert set(frame["arguments"]) == {" ".join(arguments)}
+    monkeypatch.setattr(bench, "provenance", lambda: {**real, **ORIGIN, "gpu": "another GPU"})
+    assert bench.main(arguments) == 2
+    assert "run.csv is of gpu a GPU, and this is another GPU" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_command_line_on_a_gpu(tmp_path, capsys):
-    import pandas as pd
-
     out = tmp_path / "times.csv"
     assert bench.main(["--shape", "1,8,8,512", "--provider", "cuda", "--provider",
                        "triton_split", "--seconds", "0.02", "--out", str(out)]) == 0
     frame = pd.read_csv(out)
-    assert list(frame["provider"]) == ["cuda", "triton_split"]
+    assert list(frame["provider"]) == 2 * ["cuda", "triton_split"]
+    assert list(frame["tree"]) == ["3-ary", "3-ary", "chain", "chain"]
     assert (frame["latency_us"] > 0).all() and (frame["error"] < 5e-3).all()
     assert "latency_us" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from mla_kernels import figures_speed, measurements
 from mla_kernels.bench import PRESETS
 from mla_kernels.check import LSE_TOLERANCE, OUT_TOLERANCE, ROW_TOLERANCE
+from mla_kernels.device import attention_bytes, attention_flops
 
 ROOT = Path(__file__).parent.parent
 SPINE = [dataclasses.astuple(s) for s in PRESETS["spine"]]
@@ -51,6 +52,46 @@ def test_readme_table_is_the_data(run):
     assert measurements.origin(run) in inside
 
 
+@pytest.fixture
+def whole(run):
+    """A run with chains, a row without a time, and ceilings."""
+    chains = run[run["provider"] == "cuda"].assign(tree="chain")
+    chains = pd.concat([run, chains], ignore_index=True)
+    chains = chains.assign(ceiling_tflops=637.0, ceiling_gbps=4230.0)
+    floors = [max(attention_flops(*s) / 637e6, attention_bytes(*s) / 4.23e6)
+              for s in chains[measurements.SHAPE].itertuples(index=False)]
+    chains["ceiling_percent"] = 100 * np.array(floors) / chains["latency_us"]
+    chains.loc[1, ["latency_us", "p10_us", "p90_us", "tflops", "gbps", "error"]] = np.nan
+    chains.loc[1, "ceiling_percent"] = np.nan
+    return chains.assign(status=np.where(chains.index == 1, "failed", "ok"),
+                         note=np.where(chains.index == 1, "an illegal access", None))
+
+
+def test_kinds_of_tree_are_kept_apart(whole, run, tmp_path):
+    whole.to_csv(tmp_path / "2026-12-01-h200.csv", index=False)
+    everything = measurements.latest(folder=tmp_path, tree=None)
+    trees = measurements.latest(folder=tmp_path)
+    assert len(everything) == len(whole) and len(trees) == len(run)
+    chains = measurements.latest(folder=tmp_path, tree="chain")
+    assert set(chains["provider"]) == {"cuda"} and len(chains) + len(trees) == len(whole)
+    fixed = {"batch_size": 1, "num_heads": 8, "num_nodes": 8}
+    for tree in ("3-ary", "chain"):
+        rows = measurements.sweep(everything, "context", "cuda", tree=tree, **fixed)
+        assert set(rows["tree"]) == {tree} and rows["context"].is_unique
+    pd.testing.assert_frame_equal(measurements.speedups(everything, "cuda", "triton_serial"),
+                                  measurements.speedups(trees, "cuda", "triton_serial"))
+    with pytest.raises(ValueError, match="baseline must be one of cuda"):
+        measurements.speedups(everything, "cuda", "triton_serial", tree="chain")
+
+
+def test_files_of_before_are_completed(run):
+    old = run.drop(columns=["tree", "status", "version", "note", *measurements.CEILINGS])
+    new = measurements.complete(old)
+    assert set(measurements.COLUMNS) <= set(new.columns)
+    assert set(new["tree"]) == {"3-ary"} and set(new["status"]) == {"ok"}
+    measurements.validate(old)
+
+
 def broken(frame, change):
     frame = frame.copy()
     change(frame)
@@ -67,10 +108,17 @@ def broken(frame, change):
     (lambda f: f.loc.__setitem__((0, "gpu"), "another"), "gpu must be one value"),
     (lambda f: f.loc.__setitem__((0, "commit"), None), "commit must be one value"),
     (lambda f: f.__setitem__("provider", "cuda"), "measured twice"),
+    (lambda f: f.__setitem__("tree", "3-ary"), "measured twice"),
+    (lambda f: f.loc.__setitem__((0, "status"), "slow"), "a status must be one of"),
+    (lambda f: f.loc.__setitem__((0, "status"), "failed"), "if and only if its status is ok"),
+    (lambda f: f.loc.__setitem__((1, "status"), "wrong"), "an error above 0.01"),
+    (lambda f: f.loc.__setitem__((0, "ceiling_percent"), 99.0), "ceiling_percent does not follow"),
+    (lambda f: f.loc.__setitem__((0, "ceiling_gbps"), 1e9), "ceiling_percent does not follow"),
 ])
-def test_validator_refuses(run, change, message):
+def test_validator_refuses(whole, change, message):
+    measurements.validate(whole, "a run")
     with pytest.raises(ValueError, match=message):
-        measurements.validate(broken(run, change), "a run")
+        measurements.validate(broken(whole, change), "a run")
 
 
 def test_missing_data_says_how_to_make_it(tmp_path):
@@ -138,6 +186,7 @@ def test_figures_refuse_what_was_not_measured(run):
 
 def test_an_empty_cell_is_not_a_measurement(run):
     frame = pd.concat([run, run.iloc[[0]].assign(provider="other", latency_us=np.nan,
+                                                  status="unavailable",
                                                   note="it needs 120,000 B of shared memory")])
     measurements.validate(frame)
     assert measurements.sweep(frame, "context", "other").empty
@@ -153,7 +202,7 @@ def test_the_ladder_has_what_the_notes_have():
             for line in notes.splitlines() if line[:2] == "| " and line[2].isdigit()}
     assert told == {v: list(rows["latency_us"]) for v, rows in versions.groupby("version")}
     last = versions[versions["version"] == versions["version"].max()]
-    recorded = pd.concat(map(measurements.load, measurements.files()))
+    recorded = measurements.of_tree(pd.concat(map(measurements.load, measurements.files())))
     ours = recorded[(recorded["provider"] == "cuda") & (recorded["gpu"] == "NVIDIA H200")]
     joined = last.merge(ours, on=measurements.SHAPE, suffixes=("", "_recorded"))
     assert len(joined) == len(last)

@@ -1,0 +1,72 @@
+"""The scripts that need a GPU: what can be tried of them without one."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SMALL = ["--device", "cpu", "--replays", "6", "--oracle-every", "2", "--batch", "2", "--nodes",
+         "5", "--context", "20", "--heads", "2"]
+
+
+def test_replays_agree(tmp_path, seed):
+    path = tmp_path / "replays.json"
+    arguments = [*SMALL, "--seed", str(seed), "--out", str(path)]
+    assert load("graph_replays").main(arguments) == 0
+    record = json.loads(path.read_text())
+    assert record["replays"] == 6 and not record["captured"]
+    assert record["differ_from_eager"] == record["differ_from_oracle"] == 0
+
+
+def test_replays_that_differ_are_counted(tmp_path, seed, monkeypatch):
+    """A capture that holds what it read at its time, as one with a host read would."""
+    module = load("graph_replays")
+
+    def stale(call, out, lse):
+        call.run(out, lse)
+        first = out.clone(), lse.clone()
+        return lambda: (out.copy_(first[0]), lse.copy_(first[1]))
+
+    monkeypatch.setattr(module.Call, "capture", stale)
+    path = tmp_path / "replays.json"
+    assert module.main([*SMALL, "--seed", str(seed), "--out", str(path)]) == 1
+    assert json.loads(path.read_text())["differ_from_eager"] > 0
+
+
+def test_the_grid_is_large_enough():
+    shapes = load("sanitize").SHAPES
+    assert len(set(shapes)) == len(shapes) >= 30
+
+
+GOOD = "shape 1: x\nshape 2: x\nshapes run: 2, wrong: 0\n"
+
+
+@pytest.mark.parametrize(("text", "code", "clean"), [
+    (GOOD + "========= ERROR SUMMARY: 0 errors\n", 0, True),
+    (GOOD + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, True),
+    (GOOD + "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", 0, False),
+    (GOOD + "========= ERROR SUMMARY: 10 errors\n", 9, False),
+    (GOOD + "========= ERROR SUMMARY: 1 error\n", 0, False),
+    (GOOD + "========= ERROR SUMMARY: 0 errors\n", None, False),
+    (GOOD, 0, False),
+    ("shape 1: x\n========= ERROR SUMMARY: 0 errors\n", 0, False),
+    (GOOD.replace("wrong: 0", "wrong: 1") + "========= ERROR SUMMARY: 0 errors\n", 0, False),
+], ids=range(9))
+def test_verdict_of_a_tool(text, code, clean):
+    assert load("sanitize").verdict("memcheck", text, code, 2)["clean"] is clean
+
+
+def test_no_sanitizer(capsys):
+    assert load("sanitize").main(["--sanitizer", "no-such-program"]) == 2
+    assert "there is no no-such-program here" in capsys.readouterr().err
