@@ -183,7 +183,7 @@ def compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [a for a in ARCHES if a != "sm_80"])  # 24 B of spills there
+@pytest.mark.parametrize("arch", ARCHES)
 def test_resources(compiled, arch):
     reports, sass = compiled(arch)
     verify = [r for r in reports if r.kernel == "tree_verify"]
@@ -204,7 +204,9 @@ def test_resources(compiled, arch):
         # Both products of a tile of 32 rows, in pieces of 16 x 8 x 16 shared out to 8 warps.
         scores = 32 // 8 * (r.rows // 16) * (576 // 16) // 8
         values = 512 // 8 * (r.rows // 16) * (32 // 16) // 8
-        assert r.sass["HMMA"] >= scores + values, r.name
+        if arch == "sm_80" and r.rows == 64:
+            values //= 2  # there a loop over the tile's two times 16 rows: half of the lines
+        assert r.sass["HMMA"] == scores + values, r.name
         assert r.sass["LDGSTS"] > 0 and r.sass["LDSM"] > 0
         # One block an SM: all 255 registers for each of 256 threads.
         assert r.registers * 256 <= 65_536

@@ -287,7 +287,7 @@ def test_what_is_no_pool_is_refused():
 
 
 def test_record_says_that_it_is_one(monkeypatch):
-    monkeypatch.setattr(sglang, "_installed", lambda package: False)
+    monkeypatch.setattr(sglang, "is_installed", lambda package: False)
     text = str(sglang.sglang_finding())
     assert "SGLang 0.5.23: latent_first" in text
     assert "recorded, 20" in text and "not installed here, so nothing was asked now" in text
@@ -303,7 +303,7 @@ def test_a_pool_that_cannot_be_asked_gives_the_record_and_the_reason(monkeypatch
     def refuse():
         raise TypeError("MLATokenToKVPool got an unexpected argument")
 
-    monkeypatch.setattr(sglang, "_installed", lambda package: True)
+    monkeypatch.setattr(sglang, "is_installed", lambda package: True)
     monkeypatch.setattr(sglang, "sglang_pool_order", refuse)
     finding = sglang.sglang_finding()
     assert finding.recorded and "unexpected argument" in finding.note

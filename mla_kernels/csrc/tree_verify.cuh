@@ -437,7 +437,11 @@ struct VerifyBlock {
         prob_smem(lane() / 8 % 2) + lane() % 8 * C::kProbStride * 2 + lane() / 16 * 16;
     const uint32_t V_smem = KV_smem(tile) + lane() % 16 * kRowStride + p.latent_offset +
                             warp() * C::kValueTiles * 16 + lane() / 16 * 16;
+#if __CUDA_ARCH__ < 900        // unrolled, sm_80's compiler loads so far ahead that it spills
+#pragma unroll 1
+#else
 #pragma unroll
+#endif
     for (int t = 0; t < C::kTokenGroups; ++t) {
       uint32_t P_frag[C::kTeamGroups][4];
 #pragma unroll

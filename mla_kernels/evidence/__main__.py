@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path or args.wheel or engine:
         if args.path or args.wheel:
             files = tree.folder(args.path) if args.path else tree.wheel(args.wheel)
-        elif engine == "sglang" and not sglang._installed("sglang"):
+        elif engine == "sglang" and not sglang.is_installed("sglang"):
             print(sglang.sglang_finding())
             return 0
         else:

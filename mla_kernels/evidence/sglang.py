@@ -137,7 +137,7 @@ def read_pool_class(pool: Any) -> Testimony:
         path.read_bytes()
     except (OSError, TypeError):
         return Testimony("source", None, (f"the file of class {cls.__name__} cannot be read",))
-    files = tree.installed("sglang") if _installed("sglang") else tree.folder(path)
+    files = tree.installed("sglang") if is_installed("sglang") else tree.folder(path)
     try:
         name = path.relative_to(Path(files.origin).parent).as_posix()
     except ValueError:
@@ -296,7 +296,7 @@ def record(finding: Finding, path: Path = SGLANG_RECORD) -> None:
 
 def sglang_finding() -> Finding:
     """SGLang's answer: asked now if it is installed, else the recorded one, which says so."""
-    if not _installed("sglang"):
+    if not is_installed("sglang"):
         why = "SGLang is not installed here, so nothing was asked now"
     else:
         try:
@@ -309,8 +309,8 @@ def sglang_finding() -> Finding:
 
 
 def sglang_version() -> str:
-    return importlib.metadata.version("sglang") if _installed("sglang") else ""
+    return importlib.metadata.version("sglang") if is_installed("sglang") else ""
 
 
-def _installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
