@@ -4,7 +4,7 @@
 // The KV tiles of all requests are numbered in one line, request after request. Work group g
 // of G takes tiles [g * total / G, (g + 1) * total / G): equal shares, whatever the lengths.
 // A share that begins or ends inside a request leaves a partial result there, at most two a
-// group: slot 0 for the first request of the share, slot 1 for the last.
+// group: slot 0 for the request that it continues, slot 1 for the one that it begins.
 #pragma once
 
 #include "kv_layout.cuh"
@@ -17,8 +17,8 @@ struct Segment {
   int request;
   int tile_begin, tile_end;    // among the request's own tiles
   int whole;                   // all of them: there is no partial result
-  int first;                   // the first request of its group's share
   int done;                    // tiles of the share up to its end
+  int last;                    // the share ends with it
 };
 
 template <int kTokens>
@@ -50,7 +50,7 @@ struct Schedule {
 
   // The group whose share has this tile: the largest g with begin(g) <= tile.
   __device__ __forceinline__ int group_of(int tile) const {
-    return static_cast<int>(((static_cast<int64_t>(tile) + 1) * groups - 1) / total);
+    return ((static_cast<uint32_t>(tile) + 1) * groups - 1) / total;   // plan() keeps it in range
   }
 
   // The tile at which a request begins.
@@ -89,16 +89,24 @@ struct Schedule {
 };
 
 // Where a group's partial result of a row tile lies, in units of one row tile.
-__device__ __forceinline__ int64_t partial_slot(const VerifyParams& p, int group, int row_tile,
-                                                bool first) {
-  return (static_cast<int64_t>(group) * p.row_tiles + row_tile) * 2 + (first ? 0 : 1);
+__device__ __forceinline__ int partial_slot(const VerifyParams& p, int group, int row_tile,
+                                            bool begins) {
+  return (group * p.row_tiles + row_tile) * 2 + begins;
 }
 
 // Where a fragment (16 rows x 16 columns: a uint4 for each of 32 lanes) of a partial result
 // begins, in uint4.
 template <class Config>
-__device__ __forceinline__ int64_t partial_fragment(int64_t slot, int row_group, int fragment) {
-  return ((slot * Config::kRowGroups + row_group) * (kLatentDim / 16) + fragment) * 32;
+__device__ __forceinline__ int64_t partial_fragment(int slot, int row_group, int fragment) {
+  return ((static_cast<int64_t>(slot) * Config::kRowGroups + row_group) * (kLatentDim / 16) +
+          fragment) * 32;
+}
+
+// Where a row's partial log-sum-exp lies. Rows r and r + 8 of 16 are neighbours, as they are in a
+// lane's fragment.
+template <class Config>
+__device__ __forceinline__ int partial_row(int slot, int row) {
+  return slot * Config::kRows + row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
 }  // namespace mla
