@@ -3,7 +3,7 @@
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
 ``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
-``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
+``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``autotune``, ``figures``,
 ``figures_speed``, ``figures_evidence``, ``widgets``.
 """
 

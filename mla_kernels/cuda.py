@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -64,6 +66,7 @@ def plan(
     *,
     rows: int | None = None,
     groups: int | None = None,
+    combine_split: int | None = None,
 ) -> LaunchPlan:
     """Chooses a launch from capacities.
 
@@ -74,12 +77,12 @@ def plan(
 
     Args:
         sms: multiprocessors of the GPU.
-        rows, groups: override the choice.
+        rows, groups, combine_split: override the choice.
 
     Raises:
-        ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 1024, or so
-            many that its product with the batch's tiles does not fit the 32 bits that the device
-            computes shares in (never below a billion cache rows).
+        ValueError: ``rows`` or ``combine_split`` is not compiled, or ``groups`` is not in
+            1 .. 1024 or so many that its product with the batch's tiles does not fit the 32 bits
+            in which the device computes shares (never below a billion cache rows).
     """
     most = num_heads * max_q_len
     if rows is None:
@@ -107,8 +110,12 @@ def plan(
     elif not 1 <= groups <= min(MAX_GROUPS, most_groups):
         raise ValueError(f"groups must be in 1 .. {min(MAX_GROUPS, most_groups)}; got {groups}")
     fragments = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
-    split = _combine_split(fragments, -(-groups // batch_size), sms)
-    return LaunchPlan(rows, row_tiles, groups, split)
+    if combine_split is None:
+        combine_split = _combine_split(fragments, -(-groups // batch_size), sms)
+    elif combine_split not in build.COMBINE_SPLITS:
+        raise ValueError(f"combine_split must be one of {build.COMBINE_SPLITS}; got "
+                         f"{combine_split}")
+    return LaunchPlan(rows, row_tiles, groups, combine_split)
 
 
 def _combine_split(fragments: int, partials: int, sms: int) -> int:
@@ -130,9 +137,27 @@ def _device(index: int) -> tuple[int, str, bool]:
 
 
 def plan_for(batch: VerifyBatch, num_heads: int, device: torch.device, **overrides) -> LaunchPlan:
-    """:func:`plan` for a batch on its GPU."""
+    """:func:`plan` for a batch on its GPU, with the overrides of :func:`launch_as`."""
+    overrides = _forced | overrides
     sms, _, _ = _device(device.index if device.index is not None else torch.cuda.current_device())
     return plan(num_heads, batch.batch_size, batch.max_q_len, batch.max_kv_len, sms, **overrides)
+
+
+#: Overrides that hold inside :func:`launch_as`.
+_forced: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def launch_as(**overrides: int) -> Iterator[None]:
+    """Inside, every launch of this process is planned with these overrides of :func:`plan`:
+    ``rows``, ``groups``, ``combine_split``. For checks and tuning."""
+    before = dict(_forced)
+    _forced.update(overrides)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
 
 
 def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:

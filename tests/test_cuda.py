@@ -359,3 +359,18 @@ def test_graph_replay_with_other_lengths(rng, seed):
                      "sm_scale": 192**-0.5, "draft_kv": draft_kv}
         errors = check.compare(check.Case(seed, "", arguments), out, lse)
         assert errors.passed, errors
+
+
+def test_launches_follow_overrides(monkeypatch):
+    batch = VerifyBatch.from_requests([5, 2], [700, 30], [range(700), range(30)])
+    monkeypatch.setattr(cuda, "_device", lambda index: (132, "sm_90", True))
+    here = torch.device("cuda", 0)
+    usual = cuda.plan_for(batch, 8, here)
+    with cuda.launch_as(rows=16, groups=3):
+        assert cuda.plan_for(batch, 8, here) == plan(8, 2, 5, 700, 132, rows=16, groups=3)
+        with pytest.raises(ZeroDivisionError), cuda.launch_as(groups=7, combine_split=4):
+            inner = cuda.plan_for(batch, 8, here)
+            assert (inner.rows, inner.groups, inner.combine_split) == (16, 7, 4)
+            raise ZeroDivisionError
+        assert cuda.plan_for(batch, 8, here).groups == 3
+    assert cuda.plan_for(batch, 8, here) == usual
