@@ -1,16 +1,10 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-<<<<<<< ours
 ``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
-``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
+``cuda``, ``emulated``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
 ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``autotune``, ``figures``,
 ``figures_speed``, ``figures_evidence``, ``widgets``.
-=======
-``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``, ``cuda``,
-``emulated``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
-``bench``, ``measurements``, ``figures``, ``figures_speed``, ``figures_evidence``, ``widgets``.
->>>>>>> theirs
 """
 
 import importlib
