@@ -1,4 +1,4 @@
-// Merges the partial results of requests that more than one work group had a share of:
+// Merges the partial results of requests that came in more than one segment:
 // out = sum_i w_i out_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i.
 #pragma once
 
@@ -22,7 +22,7 @@ struct Combine {
 
   // Shared memory: sums of the warps of a fragment, then a weight for each partial and row.
   static constexpr int kSumBytes = kSplit > 1 ? kWarps * 8 * 32 * 4 : 0;
-  static int smem_bytes(int groups) { return kSumBytes + groups * 16 * 4; }
+  static int smem_bytes(int partials) { return kSumBytes + partials * 16 * 4; }
 
   const VerifyParams& p;
   float* const smem;
@@ -36,17 +36,13 @@ struct Combine {
     const int num_rows = rows.num_queries(p);
     const int first_row = row_tile * Config::kRows + row_group * 16;
     if (first_row >= num_rows) return;
-    const Schedule<Config::kTokens> schedule(p);
-    const int begin = schedule.request_begin(p, request);
-    const int first = schedule.group_of(begin);
-    const int last = schedule.group_of(begin + schedule.tiles_of(p, request) - 1);
-    const int count = last - first + 1;
-    if (count == 1) return;  // one group had the whole request and wrote its output
+    const PartialSlots slots(p, Schedule<Config::kTokens>(p), request);
+    const int count = slots.count;
+    if (count == 1) return;  // one segment was the whole request and wrote its output
 
-    // Only the first group can have come to this request from another one.
-    const int64_t slot0 = partial_slot(p, first, row_tile, schedule.begin(first) >= begin);
-    const int64_t slot1 = partial_slot(p, first + 1, row_tile, true);
-    const int64_t slot_step = 2 * p.row_tiles;
+    const int64_t slot0 = partial_slot(p, slots.first, row_tile);
+    const int64_t slot1 = partial_slot(p, slots.second, row_tile);
+    const int64_t slot_step = slots.step * p.row_tiles;
     const auto slot_of = [&](int i) { return i == 0 ? slot0 : slot1 + (i - 1) * slot_step; };
 
     const int fragment = unit % kUnitsPerRows * kFragments + warp / kSplit;

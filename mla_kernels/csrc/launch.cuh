@@ -37,7 +37,8 @@ cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cuda
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.row_tiles * Combine<Config, kSplit>::kUnitsPerTile, p.batch_size);
   config.blockDim = dim3(256);
-  config.dynamicSmemBytes = Combine<Config, kSplit>::smem_bytes(p.groups);
+  config.dynamicSmemBytes = Combine<Config, kSplit>::smem_bytes(
+      p.batch_invariant ? kMaxChunks : p.groups);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = shape.dependent ? 1 : 0;
@@ -58,7 +59,8 @@ cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaS
   config.attrs = &attribute;
   config.numAttrs = p.fused ? 1 : 0;
   if (cudaError_t e = cudaLaunchKernelEx(&config, tree_verify<Config>, p)) return e;
-  if (p.groups == 1 || p.fused) return cudaSuccess;  // nothing to merge, or merged already
+  // Nothing to merge, or merged already.
+  if ((p.groups == 1 && !p.batch_invariant) || p.fused) return cudaSuccess;
   switch (shape.combine_split) {
     case 8: return launch_combine<Config, 8>(p, shape, stream);
     case 4: return launch_combine<Config, 4>(p, shape, stream);
