@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from . import build
+from . import build, schedule
 from .batch import VerifyBatch
 from .layout import KVLayout
 
@@ -32,6 +32,8 @@ class LaunchPlan:
         combine_split: warps that share out the partial results of one output fragment.
         fused: the verify kernel merges partial results itself, its blocks waiting for one
             another; else a second kernel does.
+        chunks: 0, or for a batch-invariant launch the most chunks that the batch can have. They
+            are shared out in the place of tiles.
     """
 
     rows: int
@@ -39,10 +41,18 @@ class LaunchPlan:
     groups: int
     combine_split: int
     fused: bool
+    chunks: int = 0
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.chunks > 0
 
     @property
     def partials(self) -> int:
-        """Partial row tiles the workspace holds: at most two a block, none for one group."""
+        """Partial row tiles the workspace holds: at most two a block, none for one group;
+        batch-invariant, one a chunk."""
+        if self.batch_invariant:
+            return self.chunks * self.row_tiles
         return 2 * self.groups * self.row_tiles if self.groups > 1 else 0
 
     @property
@@ -65,6 +75,7 @@ def plan(
     rows: int | None = None,
     groups: int | None = None,
     fused: bool | None = None,
+    batch_invariant: bool = False,
 ) -> LaunchPlan:
     """Chooses a launch from capacities.
 
@@ -76,22 +87,32 @@ def plan(
     Args:
         sms: multiprocessors of the GPU.
         rows, groups, fused: override the choice.
+        batch_invariant: lay it out so that the bits of a request's result depend on nothing but
+            the request: 64 rows a tile whatever the largest draft, chunks of
+            :func:`mla_kernels.schedule.chunk_tiles`, one way to merge them.
 
     Raises:
         ValueError: ``rows`` is not a compiled tile, ``groups`` is not in 1 .. 512, or ``fused``
-            is wanted for more blocks than can run at once.
+            is wanted for more blocks than can run at once, or with ``batch_invariant``.
     """
     most = num_heads * max_q_len
-    if rows is None:
+    if batch_invariant and fused:
+        raise ValueError("fused must not be set for a batch-invariant launch: its partial results "
+                         "are merged in one way only, by a second kernel")
+    if rows is None and batch_invariant:
+        rows = build.TILE_ROWS[-1]
+    elif rows is None:
         rows = next((r for r in build.TILE_ROWS if r >= most), build.TILE_ROWS[-1])
     elif rows not in build.TILE_ROWS:
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
     row_tiles = -(-most // rows)
-    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
+    tiles = -(-(max_kv_len + max_q_len) // TILE_TOKENS)
+    chunks = batch_size * schedule.most_chunks(tiles) if batch_invariant else 0
+    units = chunks or batch_size * tiles
     if groups is None:
         best, groups = -1.0, 1
         for waves in range(1, 5):
-            candidate = min(waves * sms // row_tiles, tiles, build.MAX_GROUPS)
+            candidate = min(waves * sms // row_tiles, units, build.MAX_GROUPS)
             if candidate < 1:
                 continue
             used = candidate * row_tiles
@@ -105,6 +126,8 @@ def plan(
             groups = aligned
     elif not 1 <= groups <= build.MAX_GROUPS:
         raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
+    if batch_invariant:
+        return LaunchPlan(rows, row_tiles, groups, 8, False, chunks)
     if fused is None:
         # Merging is then at most one unit of 16 rows x 16 columns a block; with more, a second
         # kernel with more blocks is faster. All blocks must be running at once.
@@ -160,6 +183,7 @@ def verify_attention_cuda(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     launch: LaunchPlan | None = None,
 ) -> None:
     """Runs the kernel on checked arguments; see :func:`mla_kernels.verify_attention`.
@@ -171,6 +195,7 @@ def verify_attention_cuda(
         out: ``[num_tokens, H, 512]`` contiguous; lse: ``[num_tokens, H]`` fp32 contiguous.
         workspace: uint8, at least ``launch.workspace_bytes``, 16-byte aligned; allocated when
             None. Nothing in it outlives the call.
+        batch_invariant: as :func:`plan`; a ``launch`` that is given says so itself.
         launch: default :func:`plan_for`.
     """
     device = q_latent.device
@@ -178,7 +203,7 @@ def verify_attention_cuda(
     _, arch, dependent = _device(index)
     num_heads = q_latent.shape[1]
     if launch is None:
-        launch = plan_for(batch, num_heads, device)
+        launch = plan_for(batch, num_heads, device, batch_invariant=batch_invariant)
     need = launch.workspace_bytes
     if workspace is None:
         workspace = torch.empty(need, dtype=torch.uint8, device=device)
@@ -206,6 +231,7 @@ def verify_attention_cuda(
     p.page_shift = batch.page_size.bit_length() - 1
     p.latent_offset = size * layout.latent_offset
     p.groups, p.row_tiles, p.fused = launch.groups, launch.row_tiles, launch.fused
+    p.batch_invariant = launch.batch_invariant
     p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
     with torch.cuda.device(index):
         module.tree_verify(

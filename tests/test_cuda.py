@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_kernels import build, check, cuda, tree
+from mla_kernels import build, check, cuda, schedule, tree
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.cuda import plan, verify_attention_cuda
@@ -86,6 +86,23 @@ def test_the_plan_is_one_of_capacities_alone(monkeypatch):
     assert cuda.plan_for(batch, 8, torch.device("cuda", 0), groups=7).groups == 7
 
 
+def test_a_batch_invariant_plan(rng):
+    """Rows and merging are the same whatever the capacities; every chunk has its place."""
+    for _ in range(1000):
+        heads, bs, q_len, kv_len, sms = capacities = random_capacities(rng)
+        p = plan(*capacities, batch_invariant=True)
+        assert (p.rows, p.combine_split, p.fused) == (64, 8, False)
+        assert p.batch_invariant and not plan(*capacities).batch_invariant
+        tiles = -(-(kv_len + q_len) // cuda.TILE_TOKENS)
+        lengths = [tiles, *map(int, rng.integers(1, tiles + 1, 5))]
+        assert p.chunks >= bs * max(map(schedule.chunks_of, lengths))
+        assert p.groups <= min(p.chunks, build.MAX_GROUPS)
+        assert p.partials == p.chunks * p.row_tiles
+        assert p.workspace_bytes == p.partials * 64 * (1024 + 4)
+    with pytest.raises(ValueError, match="fused must not be set for a batch-invariant launch"):
+        plan(8, 1, 8, 1000, 132, fused=True, batch_invariant=True)
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"rows": 48}, r"rows must be one of \(16, 32, 64\); got 48"),
     ({"rows": 128}, r"rows must be one of \(16, 32, 64\); got 128"),
@@ -110,7 +127,7 @@ def test_shared_memory_of_the_combine():
     """A weight for each of 16 rows of each group, and the sums of 8 warps: within the 48 KB that
     a kernel has without asking. The source says the same."""
     text = build.sources()["combine.cuh"]
-    assert "kSumBytes + groups * 16 * 4" in text
+    assert "kSumBytes + partials * 16 * 4" in text
     assert "kSplit > 1 ? kWarps * 8 * 32 * 4 : 0" in text
     for split in (1, 4, 8):
         assert build._combine_smem(split) == (8192 if split > 1 else 0) + 512 * 64
@@ -214,6 +231,7 @@ def test_parameters(kernel, layout, dtype, in_pool, apart):
     assert p.latent_offset == (0 if layout is LATENT_FIRST else 128)
     assert (p.num_heads, p.batch_size, p.page_shift, p.mask_words) == (12, 2, 4, 2)
     assert (p.groups, p.row_tiles, p.fused) == (launch.groups, launch.row_tiles, launch.fused)
+    assert p.batch_invariant is False
     assert p.logit_scale == pytest.approx(0.15) and (p.logit_cap, p.value_scale) == (30.0, 2.0)
     assert vars(how) == {"rows": launch.rows, "half": dtype == torch.float16, "dependent": True,
                          "combine_split": launch.combine_split, "stream": 0xABC0}
@@ -235,6 +253,12 @@ def test_a_given_launch_and_an_own_workspace(kernel):
     ((p, how),) = kernel
     assert (p.groups, how.rows, how.combine_split) == (3, 64, 4)
     assert p.partial_lse - p.partial_out == launch.partial_out_bytes
+
+
+def test_batch_invariant_is_passed_on(kernel):
+    small_call(batch_invariant=True)
+    ((p, how),) = kernel
+    assert p.batch_invariant is True and (how.rows, how.combine_split) == (64, 8)
 
 
 def test_a_workspace_too_small(kernel):

@@ -21,13 +21,13 @@ struct Segment {
   int request;
   int tile_begin, tile_end;    // among the request's own tiles
   int whole;                   // all of them: there is no partial result
-  int slot;                    // where its partial result goes
+  int slot;                    // where its partial result goes: see segment_slot
   int done;                    // units of the share up to its end
 };
 
-// Chunks of a batch-invariant launch: tiles in one, or more where a request would have too many
-// of them.
-constexpr int kChunkTiles = 8;
+// Chunks of a batch-invariant launch: 8 tiles each or, where a request would have too many of
+// them, the next power of two that leaves no more than this.
+constexpr int kChunkShift = 3;
 constexpr int kMaxChunks = 128;
 
 template <int kTokens>
@@ -40,14 +40,14 @@ struct Schedule {
     return drafts > 0 ? (p.kv_lens[request] + drafts + kTokens - 1) / kTokens : 0;
   }
 
-  static __device__ __forceinline__ int chunk_of(int tiles) {
-    return max(kChunkTiles, (tiles + kMaxChunks - 1) / kMaxChunks);
+  // Tiles of a unit, as a power of two, of a request with so many tiles.
+  static __device__ __forceinline__ int unit_shift(const VerifyParams& p, int tiles) {
+    // The least that leaves at most kMaxChunks.
+    return p.batch_invariant ? max(kChunkShift, 32 - __clz((tiles - 1) / kMaxChunks)) : 0;
   }
   static __device__ __forceinline__ int units_of(const VerifyParams& p, int request) {
-    const int tiles = tiles_of(p, request);
-    if (!p.batch_invariant) return tiles;
-    const int chunk = chunk_of(tiles);
-    return (tiles + chunk - 1) / chunk;
+    const int tiles = tiles_of(p, request), shift = unit_shift(p, tiles);
+    return (tiles + (1 << shift) - 1) >> shift;
   }
 
   // Every warp of a block computes the same; no barrier.
@@ -112,23 +112,22 @@ struct Schedule {
     const int left = begin(group + 1) - unit;
     if (left <= 0) return false;
     locate(p, unit, s.request, s.tile_begin);
-    const int tiles = tiles_of(p, s.request);
-    if (p.batch_invariant) {
-      const int chunk = chunk_of(tiles);
-      s.tile_begin *= chunk;
-      s.tile_end = min(tiles, s.tile_begin + chunk);
-      s.slot = unit;
-      s.done += 1;
-    } else {
-      const int count = min(tiles - s.tile_begin, left);
-      s.tile_end = s.tile_begin + count;
-      s.slot = 2 * group + (s.done != 0);
-      s.done += count;
-    }
+    const int tiles = tiles_of(p, s.request), shift = unit_shift(p, tiles);
+    const int count = p.batch_invariant ? 1 : min(tiles - s.tile_begin, left);
+    s.tile_end = min((s.tile_begin + count) << shift, tiles);
+    s.tile_begin <<= shift;
     s.whole = s.tile_end - s.tile_begin == tiles;
+    s.slot = p.batch_invariant ? unit : s.done != 0;
+    s.done += count;
     return true;
   }
 };
+
+// The slot of a group's segment. Added up where it is used: a step earlier, sm_120's compiler
+// spills registers for it.
+__device__ __forceinline__ int segment_slot(const VerifyParams& p, int group, const Segment& s) {
+  return p.batch_invariant ? s.slot : 2 * group + s.slot;
+}
 
 // Where the partial results of a request lie: slots `first`, then `second` and every `step`-th.
 struct PartialSlots {

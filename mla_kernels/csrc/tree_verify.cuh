@@ -483,7 +483,7 @@ struct VerifyBlock {
     pin(thread);
     const Segment segment = walk<Segment>(offsetof(Walk, segment));
     const RequestRows rows = walk<RequestRows>(offsetof(Walk, rows));
-    const int64_t slot = partial_slot(p, segment.slot, blockIdx.x);
+    const int64_t slot = partial_slot(p, segment_slot(p, blockIdx.y, segment), blockIdx.x);
     const int num_rows = rows.num_queries(p);
     __syncthreads();  // every warp has read its last probabilities, and is done with the tiles
     if (finishes()) {
