@@ -19,6 +19,9 @@ KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 
 DTYPES = (torch.bfloat16, torch.float16)
 
+#: Work groups of a launch: more than four waves of any GPU's blocks would be.
+MAX_GROUPS = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
@@ -30,8 +33,6 @@ class LaunchPlan:
         groups: work groups that the KV tiles of the batch are shared out to, evenly. The grid
             is ``row_tiles * groups`` blocks.
         combine_split: warps that share out the partial results of one output fragment.
-        fused: the verify kernel merges partial results itself, its blocks waiting for one
-            another; else a second kernel does.
         chunks: 0, or for a batch-invariant launch the most chunks that the batch can have. They
             are shared out in the place of tiles.
     """
@@ -40,7 +41,6 @@ class LaunchPlan:
     row_tiles: int
     groups: int
     combine_split: int
-    fused: bool
     chunks: int = 0
 
     @property
@@ -74,7 +74,6 @@ def plan(
     *,
     rows: int | None = None,
     groups: int | None = None,
-    fused: bool | None = None,
     batch_invariant: bool = False,
 ) -> LaunchPlan:
     """Chooses a launch from capacities.
@@ -86,19 +85,17 @@ def plan(
 
     Args:
         sms: multiprocessors of the GPU.
-        rows, groups, fused: override the choice.
+        rows, groups: override the choice.
         batch_invariant: lay it out so that the bits of a request's result depend on nothing but
             the request: 64 rows a tile whatever the largest draft, chunks of
             :func:`mla_kernels.schedule.chunk_tiles`, one way to merge them.
 
     Raises:
-        ValueError: ``rows`` is not a compiled tile, ``groups`` is not in 1 .. 512, or ``fused``
-            is wanted for more blocks than can run at once, or with ``batch_invariant``.
+        ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 1024, or so
+            many that its product with the batch's tiles does not fit the 32 bits that the device
+            computes shares in (never below a billion cache rows).
     """
     most = num_heads * max_q_len
-    if batch_invariant and fused:
-        raise ValueError("fused must not be set for a batch-invariant launch: its partial results "
-                         "are merged in one way only, by a second kernel")
     if rows is None and batch_invariant:
         rows = build.TILE_ROWS[-1]
     elif rows is None:
@@ -109,10 +106,11 @@ def plan(
     tiles = -(-(max_kv_len + max_q_len) // TILE_TOKENS)
     chunks = batch_size * schedule.most_chunks(tiles) if batch_invariant else 0
     units = chunks or batch_size * tiles
+    most_groups = (2**32 - 1) // (units + 1)
     if groups is None:
         best, groups = -1.0, 1
         for waves in range(1, 5):
-            candidate = min(waves * sms // row_tiles, units, build.MAX_GROUPS)
+            candidate = min(waves * sms // row_tiles, units, MAX_GROUPS, most_groups)
             if candidate < 1:
                 continue
             used = candidate * row_tiles
@@ -124,21 +122,24 @@ def plan(
         aligned = groups // batch_size * batch_size
         if aligned >= 0.95 * groups:
             groups = aligned
-    elif not 1 <= groups <= build.MAX_GROUPS:
-        raise ValueError(f"groups must be in 1 .. {build.MAX_GROUPS}; got {groups}")
+    elif not 1 <= groups <= min(MAX_GROUPS, most_groups):
+        raise ValueError(f"groups must be in 1 .. {min(MAX_GROUPS, most_groups)}; got {groups}")
     if batch_invariant:
-        return LaunchPlan(rows, row_tiles, groups, 8, False, chunks)
-    if fused is None:
-        # Merging is then at most one unit of 16 rows x 16 columns a block; with more, a second
-        # kernel with more blocks is faster. All blocks must be running at once.
-        units = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
-        fused = groups > 1 and row_tiles * groups <= sms and units <= row_tiles * groups
-    elif fused and row_tiles * groups > sms:
-        raise ValueError(f"fused needs all {row_tiles} * {groups} blocks running at once, one on "
-                         f"each of {sms} multiprocessors")
-    a_request = groups / batch_size
-    split = 8 if a_request >= 24 else 4 if a_request >= 8 else 1
-    return LaunchPlan(rows, row_tiles, groups, split, fused)
+        return LaunchPlan(rows, row_tiles, groups, build.COMBINE_SPLITS[-1], chunks)
+    fragments = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
+    split = _combine_split(fragments, -(-groups // batch_size), sms)
+    return LaunchPlan(rows, row_tiles, groups, split)
+
+
+def _combine_split(fragments: int, partials: int, sms: int) -> int:
+    """Warps that share out a fragment's partial results: the number that makes a warp wait for
+    memory least often. More warps a fragment mean fewer partials each, and fewer fragments at
+    once. ``kAhead`` of combine.cuh says how many partials a warp asks for at a time."""
+    def waits(split: int) -> int:
+        rounds = -(-fragments * split // (8 * sms))
+        return rounds * -(-partials // (split * (16 if split == 1 else 24)))
+
+    return min(build.COMBINE_SPLITS, key=waits)
 
 
 @functools.cache
@@ -230,7 +231,7 @@ def verify_attention_cuda(
     p.num_heads, p.batch_size = num_heads, batch.batch_size
     p.page_shift = batch.page_size.bit_length() - 1
     p.latent_offset = size * layout.latent_offset
-    p.groups, p.row_tiles, p.fused = launch.groups, launch.row_tiles, launch.fused
+    p.groups, p.row_tiles = launch.groups, launch.row_tiles
     p.batch_invariant = launch.batch_invariant
     p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
     with torch.cuda.device(index):

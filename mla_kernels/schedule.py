@@ -30,8 +30,8 @@ class Share:
         group, request: whose.
         begin, end: tiles, counted within the request.
         slot: None where the group has the whole request and writes its output; else where its
-            partial result goes: 0 for the first request of the group's share, 1 for the last;
-            batch-invariant, the chunk's number among those of all requests.
+            partial result goes: 0 for the request that the group's share continues, 1 for the
+            one that it begins; batch-invariant, the chunk's number among those of all requests.
     """
 
     group: int
@@ -119,13 +119,11 @@ def share_out(
 def _shares_of(group: int, groups: int, tiles: Sequence[int], total: int) -> Iterator[Share]:
     begin, end = share_begin(group, groups, total), share_begin(group + 1, groups, total)
     at = 0
-    first = True
     for request, count in enumerate(tiles):
         low, high = max(begin, at), min(end, at + count)
         if low < high:
             whole = high - low == count
-            yield Share(group, request, low - at, high - at, None if whole else int(not first))
-            first = False
+            yield Share(group, request, low - at, high - at, None if whole else int(low == at))
         at += count
 
 

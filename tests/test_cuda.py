@@ -41,13 +41,12 @@ def test_any_capacities_give_a_launch(rng):
         assert all(r < most for r in smaller), capacities
         assert p.rows >= min(most, max(build.TILE_ROWS)), capacities
         tiles = bs * -(-(kv_len + q_len) // cuda.TILE_TOKENS)
-        assert 1 <= p.groups <= min(tiles, build.MAX_GROUPS), capacities
+        assert 1 <= p.groups <= min(tiles, cuda.MAX_GROUPS), capacities
+        assert (tiles + 1) * p.groups < 2**32, capacities  # group_of() of the schedule
         assert p.groups == 1 or p.row_tiles * p.groups <= 4 * sms, capacities
-        assert p.combine_split in (1, 4, 8), capacities
+        assert p.combine_split in build.COMBINE_SPLITS, capacities
         # A grid's second dimension, and that of the combine's first.
         assert p.groups <= 65_535 and p.row_tiles * 4 * 32 < 2**31
-        if p.fused:  # blocks wait for one another: all must be running, one on each SM
-            assert 1 < p.groups and p.row_tiles * p.groups <= sms, capacities
 
 
 def test_workspace_holds_all_partials(rng):
@@ -91,23 +90,21 @@ def test_a_batch_invariant_plan(rng):
     for _ in range(1000):
         heads, bs, q_len, kv_len, sms = capacities = random_capacities(rng)
         p = plan(*capacities, batch_invariant=True)
-        assert (p.rows, p.combine_split, p.fused) == (64, 8, False)
+        assert (p.rows, p.combine_split) == (64, 8)
         assert p.batch_invariant and not plan(*capacities).batch_invariant
         tiles = -(-(kv_len + q_len) // cuda.TILE_TOKENS)
         lengths = [tiles, *map(int, rng.integers(1, tiles + 1, 5))]
         assert p.chunks >= bs * max(map(schedule.chunks_of, lengths))
-        assert p.groups <= min(p.chunks, build.MAX_GROUPS)
+        assert p.groups <= min(p.chunks, cuda.MAX_GROUPS)
         assert p.partials == p.chunks * p.row_tiles
         assert p.workspace_bytes == p.partials * 64 * (1024 + 4)
-    with pytest.raises(ValueError, match="fused must not be set for a batch-invariant launch"):
-        plan(8, 1, 8, 1000, 132, fused=True, batch_invariant=True)
 
 
 @pytest.mark.parametrize("changes, message", [
     ({"rows": 48}, r"rows must be one of \(16, 32, 64\); got 48"),
     ({"rows": 128}, r"rows must be one of \(16, 32, 64\); got 128"),
-    ({"groups": 0}, r"groups must be in 1 .. 512; got 0"),
-    ({"groups": 513}, r"groups must be in 1 .. 512; got 513"),
+    ({"groups": 0}, r"groups must be in 1 .. 1024; got 0"),
+    ({"groups": 1025}, r"groups must be in 1 .. 1024; got 1025"),
 ], ids=str)
 def test_refused_overrides(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -117,21 +114,29 @@ def test_refused_overrides(changes, message):
 def test_overrides_are_followed(rng):
     for _ in range(100):
         capacities = random_capacities(rng)
-        rows, groups = int(rng.choice(build.TILE_ROWS)), int(rng.integers(1, 513))
-        p = plan(*capacities, rows=rows, groups=groups, fused=False)
-        assert (p.rows, p.groups, p.fused) == (rows, groups, False)
+        rows, groups = int(rng.choice(build.TILE_ROWS)), int(rng.integers(1, 1025))
+        p = plan(*capacities, rows=rows, groups=groups)
+        assert (p.rows, p.groups) == (rows, groups)
         assert (p.row_tiles - 1) * rows < capacities[0] * capacities[2] <= p.row_tiles * rows
 
 
-def test_shared_memory_of_the_combine():
-    """A weight for each of 16 rows of each group, and the sums of 8 warps: within the 48 KB that
-    a kernel has without asking. The source says the same."""
-    text = build.sources()["combine.cuh"]
-    assert "kSumBytes + partials * 16 * 4" in text
-    assert "kSplit > 1 ? kWarps * 8 * 32 * 4 : 0" in text
-    for split in (1, 4, 8):
-        assert build._combine_smem(split) == (8192 if split > 1 else 0) + 512 * 64
-        assert build._combine_smem(split) <= 49_152
+def test_groups_that_the_device_cannot_count():
+    """The kernel multiplies tiles by groups in 32 bits: 2,000 requests of a million rows leave
+    room for fewer groups than multiprocessors."""
+    p = plan(8, 2000, 1, 1_000_000, 132)
+    assert 50 < p.groups < 132 // 1 and (2000 * 31_251 + 1) * p.groups < 2**32
+    with pytest.raises(ValueError, match=f"groups must be in 1 .. {p.groups}; got 132"):
+        plan(8, 2000, 1, 1_000_000, 132, groups=132)
+
+
+@pytest.mark.parametrize("shape, split", [
+    ((8, 1, 1, 16384), 8),     # one request's 32 fragments, 132 partials each
+    ((8, 1, 16, 16384), 4),    # two row tiles: 256 fragments, 66 partials
+    ((8, 8, 8, 16384), 1),     # 1,024 fragments, 16 partials: a warp each
+], ids=str)
+def test_warps_a_fragment(shape, split):
+    heads, bs, q_len, kv_len = shape
+    assert plan(heads, bs, q_len, kv_len, 132).combine_split == split
 
 
 def test_constants_are_the_sources():
@@ -230,7 +235,7 @@ def test_parameters(kernel, layout, dtype, in_pool, apart):
     assert p.draft_row_stride == (0 if in_pool else 2048)
     assert p.latent_offset == (0 if layout is LATENT_FIRST else 128)
     assert (p.num_heads, p.batch_size, p.page_shift, p.mask_words) == (12, 2, 4, 2)
-    assert (p.groups, p.row_tiles, p.fused) == (launch.groups, launch.row_tiles, launch.fused)
+    assert (p.groups, p.row_tiles) == (launch.groups, launch.row_tiles)
     assert p.batch_invariant is False
     assert p.logit_scale == pytest.approx(0.15) and (p.logit_cap, p.value_scale) == (30.0, 2.0)
     assert vars(how) == {"rows": launch.rows, "half": dtype == torch.float16, "dependent": True,
@@ -285,8 +290,8 @@ def test_kernel_matches_the_oracle(seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", build.TILE_ROWS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_plan_gives_the_same(seed, rows, fused):
+@pytest.mark.parametrize("split", build.COMBINE_SPLITS)
+def test_every_plan_gives_the_same(seed, rows, split):
     """However a call is laid out: the result is within rounding of the oracle's."""
     case = check.random_case(seed, device="cuda", max_heads=16, max_nodes=8, max_requests=4)
     a = dict(case.arguments)
@@ -295,10 +300,8 @@ def test_every_plan_gives_the_same(seed, rows, fused):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for groups in (1, 2, 7, 30):
         launch = plan(latent.shape[1], batch.batch_size, batch.max_q_len, batch.max_kv_len, sms,
-                      rows=rows, groups=groups, fused=False)
-        if fused and (groups == 1 or launch.row_tiles * groups > sms):
-            continue
-        launch = dataclasses.replace(launch, fused=fused)
+                      rows=rows, groups=groups)
+        launch = dataclasses.replace(launch, combine_split=split)
         out = torch.full((*latent.shape[:2], 512), torch.nan, dtype=latent.dtype, device="cuda")
         lse = torch.full(latent.shape[:2], torch.nan, device="cuda")
         scalars = {"k_scale": 1.0, "v_scale": 1.0, "logit_cap": 0.0} | {
@@ -319,6 +322,31 @@ def test_same_inputs_same_bits(seed):
             again = verify_attention(**case.arguments, backend="cuda")
             assert torch.equal(first[0].view(torch.int16), again[0].view(torch.int16)), case.text
             assert torch.equal(first[1].view(torch.int32), again[1].view(torch.int32)), case.text
+
+
+@pytest.mark.gpu
+def test_batch_invariant(seed):
+    """A request alone and among others: the same bits, whatever the capacities."""
+    for draw in range(5):
+        a = dict(check.random_case(seed + draw, device="cuda", max_prefix=9000).arguments)
+        whole, q, drafts = a.pop("batch"), a.pop("q"), a.pop("draft_kv")
+        a |= {"backend": "cuda", "batch_invariant": True}
+        out, lse = verify_attention(q, batch=whole, draft_kv=drafts, **a)
+        parts = q if isinstance(q, tuple) else (q,)
+        for b in range(whole.batch_size):
+            begin, end = whole.qo_indptr[b:b + 2].tolist()
+            if begin == end:
+                continue
+            own = dataclasses.replace(
+                whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
+                kv_indptr=whole.kv_indptr[b:b + 2].clone(), kv_lens=whole.kv_lens[b:b + 1].clone(),
+                mask_bits=whole.mask_bits[begin:end].contiguous(), max_q_len=end - begin,
+                draft_slots=None if drafts is not None else whole.draft_slots[begin:end].clone())
+            q_own = tuple(part[begin:end] for part in parts)
+            alone = verify_attention(q_own if len(q_own) > 1 else q_own[0], batch=own,
+                                     draft_kv=None if drafts is None else drafts[begin:end], **a)
+            assert torch.equal(alone[0].view(torch.int16), out[begin:end].view(torch.int16))
+            assert torch.equal(alone[1].view(torch.int32), lse[begin:end].view(torch.int32))
 
 
 @pytest.mark.gpu
@@ -378,9 +406,3 @@ def test_graph_replay_with_other_lengths(rng, seed):
                      "sm_scale": 192**-0.5, "draft_kv": draft_kv}
         errors = check.compare(check.Case(seed, "", arguments), out, lse)
         assert errors.passed, errors
-
-
-def test_plan_refuses_a_merge_that_would_wait_forever():
-    assert plan(8, 1, 8, 4096, 132, groups=132, fused=True).fused
-    with pytest.raises(ValueError, match="fused needs all 1 \\* 133 blocks running at once"):
-        plan(8, 1, 8, 8192, 132, groups=133, fused=True)

@@ -25,7 +25,7 @@ using std::min;
 int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 struct VerifyParams {
   const int *qo_indptr, *kv_lens;
-  int batch_size, groups, batch_invariant;
+  int batch_size, groups, batch_invariant, row_tiles;
 };
 """
 WARP = r"""
@@ -86,7 +86,7 @@ def test_two_partial_results_a_group_and_each_in_its_slot(batches):
         for group in range(groups):
             own = [s for s in shares if s.group == group]
             assert sum(s.partial for s in own) <= 2
-            assert all(s.slot == (0 if s is own[0] else 1) for s in own if s.partial)
+            assert all(s.slot == (s.begin == 0) for s in own if s.partial)
             assert not any(s.partial for s in own[1:-1])
         for request, count in enumerate(tiles):
             pieces = [s for s in shares if s.request == request]
@@ -127,7 +127,7 @@ def test_sizes_of_chunks():
 def test_a_known_sharing():
     shares = schedule.share_out([40, 3, 3, 50], 6)
     assert [(s.group, s.request, s.begin, s.end, s.slot) for s in shares] == [
-        (0, 0, 0, 16, 0), (1, 0, 16, 32, 0), (2, 0, 32, 40, 0), (2, 1, 0, 3, None),
+        (0, 0, 0, 16, 1), (1, 0, 16, 32, 0), (2, 0, 32, 40, 0), (2, 1, 0, 3, None),
         (2, 2, 0, 3, None), (2, 3, 0, 2, 1), (3, 3, 2, 18, 0), (4, 3, 18, 34, 0),
         (5, 3, 34, 50, 0)]
 
@@ -175,32 +175,26 @@ def test_the_kernel_s_own_arithmetic_agrees(tmp_path, rng):
 
 
 def test_the_kernel_s_own_walk_agrees(tmp_path, rng):
-    """What a group does next and where the merge finds it, compiled for the host."""
+    """What a group does next and where it leaves the result, compiled for the host."""
     text = build.sources()["schedule.cuh"]
     begin, end = (text.index(mark) for mark in ("// A group's share of one", "template <int kTok"))
     methods = "\n".join(source.function(text, name) for name in (
-        "tiles_of", "unit_shift", "units_of", "begin", "group_of", "next"))
-    slots = text[text.index("// The slot of a group's segment"):text.index("// Where a slot's")]
+        "tiles_of", "unit_shift", "units_of", "begin", "next"))
     program = tmp_path / "walk.cpp"
     program.write_text(
         HOST + text[begin:end] + "template <int kTokens> struct Schedule {\nint total, groups;\n"
-        + methods + WARP + "};\n" + slots + """
+        + methods + WARP + "};\n" + source.function(text, "partial_slot") + """
 int main() {
   int bs, groups, invariant;
   while (scanf("%d %d %d", &bs, &groups, &invariant) == 3) {
     std::vector<int> lens(bs), qo(bs + 1);
     for (int b = 0; b < bs; ++b) scanf("%d %d", &lens[b], &qo[b + 1]), qo[b + 1] += qo[b];
-    VerifyParams p{qo.data(), lens.data(), bs, groups, invariant};
+    VerifyParams p{qo.data(), lens.data(), bs, groups, invariant, 1};
     const Schedule<32> schedule(p);
     for (int g = 0; g < groups; ++g)
       for (Segment s = {}; schedule.next(p, g, s);)
         printf("%d %d %d %d %d ", g, s.request, s.tile_begin, s.tile_end,
-               s.whole ? -1 : segment_slot(p, g, s));
-    for (int b = 0; b < bs; ++b) {
-      if (qo[b + 1] == qo[b]) continue;
-      const PartialSlots slots(p, schedule, b);
-      printf("| %d %d %d %d ", slots.count, slots.first, slots.second, slots.step);
-    }
+               s.whole ? -1 : partial_slot(p, s.owner, 0, s.tile_begin == 0));
     printf("\\n");
   }
 }
@@ -225,16 +219,15 @@ int main() {
         def slot(s, invariant=invariant):
             return -1 if s.slot is None else s.slot if invariant else 2 * s.group + s.slot
 
-        walked, *requests = line.split("|")
-        assert [int(x) for x in walked.split()] == [
+        assert [int(x) for x in line.split()] == [
             x for s in shares for x in (s.group, s.request, s.begin, s.end, slot(s))]
-        # And the merge looks where the pieces of a request were left, in their order.
-        for request, text in zip([b for b, n in enumerate(tiles) if n], requests, strict=True):
-            count, first, second, step = map(int, text.split())
-            left = [slot(s) for s in shares if s.request == request]
-            assert count == len(left)
-            if count > 1:
-                assert left == [first, *(second + i * step for i in range(count - 1))]
+        # The merge takes a request's partial results at an even distance, but for the first one
+        # where that lies in a group's slot 1.
+        for request in range(len(tiles)):
+            left = [slot(s) for s in shares if s.request == request and s.partial]
+            if left:
+                assert left[1:] == [left[0] - (not invariant) + i * (1 if invariant else 2)
+                                    for i in range(1, len(left))]
 
 
 def test_merging_the_shares_gives_the_whole(batches, generator):

@@ -20,8 +20,8 @@ struct VerifyParams {
   const uint32_t* mask_bits;   // [num_tokens, mask_words]
   char* out;                   // [num_tokens, num_heads, 512]
   float* lse;                  // [num_tokens, num_heads], natural log
-  void* partial_out;           // [slots, row_tiles, kRows * 512 elements], fragment order
-  float* partial_lse;          // [slots, row_tiles, kRows], log2
+  void* partial_out;           // [groups, row_tiles, 2, kRows * 512 elements], fragment order
+  float* partial_lse;          // [groups, row_tiles, 2, kRows], log2
   int64_t q_latent_token_stride, q_latent_head_stride;
   int64_t q_rope_token_stride, q_rope_head_stride;
   int64_t kv_row_stride, draft_row_stride;
@@ -32,7 +32,6 @@ struct VerifyParams {
   int latent_offset;           // in bytes: 0 (latent first) or 128 (rope first)
   int groups;                  // work groups that the batch's tiles are shared out to
   int row_tiles;               // row tiles of the largest request
-  int fused;                   // the verify kernel merges partial results itself
   int batch_invariant;         // requests are cut by their own length alone (schedule.cuh)
   float logit_scale;           // sm_scale * k_scale
   float logit_cap;             // 0: none

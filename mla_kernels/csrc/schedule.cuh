@@ -4,11 +4,11 @@
 // The KV tiles of all requests are numbered in one line, request after request. Work group g
 // of G takes tiles [g * total / G, (g + 1) * total / G): equal shares, whatever the lengths.
 // A share that begins or ends inside a request leaves a partial result there, at most two a
-// group: slot 2g for the first request of the share, 2g + 1 for the last.
+// group: slot 0 for the request that it continues, slot 1 for the one that it begins.
 //
 // Batch-invariant, what is numbered and shared out are not tiles but chunks, whose size depends
-// on their request's length alone. Each is a segment by itself and has the slot of its number,
-// so that whatever else is in the batch, a request is cut and merged in the same way.
+// on their request's length alone. Each is a segment by itself, with one slot of its own, so that
+// whatever else is in the batch, a request is cut and merged in the same way.
 #pragma once
 
 #include "kv_layout.cuh"
@@ -21,8 +21,9 @@ struct Segment {
   int request;
   int tile_begin, tile_end;    // among the request's own tiles
   int whole;                   // all of them: there is no partial result
-  int slot;                    // where its partial result goes: see segment_slot
   int done;                    // units of the share up to its end
+  int last;                    // the share ends with it
+  int owner;                   // of its partial result's slot: the group or, if so cut, the chunk
 };
 
 // Chunks of a batch-invariant launch: 8 tiles each or, where a request would have too many of
@@ -42,7 +43,6 @@ struct Schedule {
 
   // Tiles of a unit, as a power of two, of a request with so many tiles.
   static __device__ __forceinline__ int unit_shift(const VerifyParams& p, int tiles) {
-    // The least that leaves at most kMaxChunks.
     return p.batch_invariant ? max(kChunkShift, 32 - __clz((tiles - 1) / kMaxChunks)) : 0;
   }
   static __device__ __forceinline__ int units_of(const VerifyParams& p, int request) {
@@ -69,7 +69,7 @@ struct Schedule {
 
   // The group whose share has this unit: the largest g with begin(g) <= unit.
   __device__ __forceinline__ int group_of(int unit) const {
-    return static_cast<int>(((static_cast<int64_t>(unit) + 1) * groups - 1) / total);
+    return ((static_cast<uint32_t>(unit) + 1) * groups - 1) / total;   // plan() keeps it in range
   }
 
   // The unit at which a request begins.
@@ -117,53 +117,33 @@ struct Schedule {
     s.tile_end = min((s.tile_begin + count) << shift, tiles);
     s.tile_begin <<= shift;
     s.whole = s.tile_end - s.tile_begin == tiles;
-    s.slot = p.batch_invariant ? unit : s.done != 0;
+    s.owner = p.batch_invariant ? unit : group;
     s.done += count;
+    s.last = count == left;
     return true;
   }
 };
 
-// The slot of a group's segment. Added up where it is used: a step earlier, sm_120's compiler
-// spills registers for it.
-__device__ __forceinline__ int segment_slot(const VerifyParams& p, int group, const Segment& s) {
-  return p.batch_invariant ? s.slot : 2 * group + s.slot;
-}
-
-// Where the partial results of a request lie: slots `first`, then `second` and every `step`-th.
-struct PartialSlots {
-  int count, first, second, step;
-
-  template <int kTokens>
-  __device__ __forceinline__ PartialSlots(const VerifyParams& p, const Schedule<kTokens>& schedule,
-                                          int request) {
-    const int begin = schedule.request_begin(p, request);
-    const int units = schedule.units_of(p, request);
-    if (p.batch_invariant) {
-      count = units;
-      first = begin;
-      second = begin + 1;
-      step = 1;
-      return;
-    }
-    const int group = schedule.group_of(begin);
-    count = schedule.group_of(begin + units - 1) - group + 1;
-    // Only the first group can have come to this request from another one.
-    first = 2 * group + (schedule.begin(group) < begin);
-    second = 2 * (group + 1);
-    step = 2;
-  }
-};
-
-// Where a slot's partial result of a row tile lies, in units of one row tile.
-__device__ __forceinline__ int64_t partial_slot(const VerifyParams& p, int slot, int row_tile) {
-  return static_cast<int64_t>(slot) * p.row_tiles + row_tile;
+// Where a group's or a chunk's partial result of a row tile lies, in units of one row tile.
+__device__ __forceinline__ int partial_slot(const VerifyParams& p, int owner, int row_tile,
+                                            bool begins) {
+  const int at = owner * p.row_tiles + row_tile;
+  return p.batch_invariant ? at : at * 2 + begins;
 }
 
 // Where a fragment (16 rows x 16 columns: a uint4 for each of 32 lanes) of a partial result
 // begins, in uint4.
 template <class Config>
-__device__ __forceinline__ int64_t partial_fragment(int64_t slot, int row_group, int fragment) {
-  return ((slot * Config::kRowGroups + row_group) * (kLatentDim / 16) + fragment) * 32;
+__device__ __forceinline__ int64_t partial_fragment(int slot, int row_group, int fragment) {
+  return ((static_cast<int64_t>(slot) * Config::kRowGroups + row_group) * (kLatentDim / 16) +
+          fragment) * 32;
+}
+
+// Where a row's partial log-sum-exp lies. Rows r and r + 8 of 16 are neighbours, as they are in a
+// lane's fragment.
+template <class Config>
+__device__ __forceinline__ int partial_row(int slot, int row) {
+  return slot * Config::kRows + row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
 }  // namespace mla
