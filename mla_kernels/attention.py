@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
 
 from . import cuda
 from .batch import VerifyBatch
+from .checked import check_batch
 from .layout import KVLayout, pool_rows
 from .reference import verify_attention_reference
 
@@ -75,8 +77,9 @@ def verify_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it must be, before
-            anything is launched. Values inside index tensors are not read here; see
-            :meth:`VerifyBatch.validate`.
+            anything is launched. Values inside index tensors are read only where the
+            environment has ``MLA_KERNELS_CHECKED=1``, and never under capture: see
+            :func:`mla_kernels.checked.check_batch`, which then runs first.
     """
     if not isinstance(layout, KVLayout):
         raise TypeError(f"layout must be a KVLayout; got {layout!r}")
@@ -239,6 +242,8 @@ def _verify_attention_op(
     batch = VerifyBatch(qo_indptr, kv_indptr, kv_indices, kv_lens, mask_bits, draft_slots,
                         page_size, max_q_len, max_kv_len)
     layout = KVLayout(order, q_latent.shape[-1], q_rope.shape[-1])
+    if _checked(q_latent.device):
+        check_batch(batch, rows.shape[0])
     # The reference works on one request at a time in any case.
     how = {"batch_invariant": True} if batch_invariant and backend != "reference" else {}
     _RUN[backend](
@@ -276,6 +281,12 @@ _RUN: dict[str, Callable[..., None]] = {
 
 
 # -- checks -------------------------------------------------------------------------------
+
+
+def _checked(device: torch.device) -> bool:
+    if os.environ.get("MLA_KERNELS_CHECKED") != "1":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _split_query(q: Query, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from mla_kernels import build, check, cuda, schedule, tree
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.cuda import plan, verify_attention_cuda
+from mla_kernels.graphs import capture
 from mla_kernels.layout import KVLayout, pool_rows
 
 LATENT_FIRST, ROPE_FIRST = KVLayout.LATENT_FIRST, KVLayout.ROPE_FIRST
@@ -378,14 +379,7 @@ def test_graph_replay_with_other_lengths(rng, seed):
         verify_attention(q, pool, full, sm_scale=192**-0.5, draft_kv=draft_kv, out=out, lse=lse,
                          workspace=space, backend="cuda")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(out, lse)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(out, lse)
+    graph = capture(lambda: call(out, lse))
     for _ in range(20):
         batch = fresh()
         for name in ("qo_indptr", "kv_indptr", "kv_lens", "kv_indices", "mask_bits"):
