@@ -70,3 +70,39 @@ def test_verdict_of_a_tool(text, code, clean):
 def test_no_sanitizer(capsys):
     assert load("sanitize").main(["--sanitizer", "no-such-program"]) == 2
     assert "there is no no-such-program here" in capsys.readouterr().err
+
+
+def test_all_shapes_are_watched_by_tools_that_filter_by_name():
+    """The filter is part of every kernel's mangled name, and of no kernel of torch's."""
+    module = load("sanitize")
+    source = (SCRIPTS.parent / "mla_kernels/csrc/tree_verify.cuh").read_text()
+    assert module.KERNELS == f"{len('mla')}mla" and "namespace mla {" in source
+
+
+def test_replays_stop_in_time_and_say_so(tmp_path):
+    path = tmp_path / "folder" / "replays.json"
+    assert load("graph_replays").main([*SMALL, "--seconds", "0", "--out", str(path)]) == 1
+    record = json.loads(path.read_text())
+    assert (record["replays"], record["wanted"]) == (0, 6)
+
+
+def test_shapes_on_the_cpu(monkeypatch, capsys):
+    """What the watched process does, with the reference in the kernel's place."""
+    module = load("sanitize")
+    real, asked = module.verify_attention, []
+    random_case = module.check.random_case
+    monkeypatch.setattr(module.check, "random_case", lambda seed, device, **sizes: random_case(
+        seed, device="cpu", **sizes))
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda: None)
+
+    def reference(*, backend, batch_invariant, **arguments):
+        asked.append(batch_invariant)
+        return real(**arguments, backend="reference", batch_invariant=batch_invariant)
+
+    monkeypatch.setattr(module, "verify_attention", reference)
+    assert module.run_shapes(3) == 0
+    assert "shapes run: 3, wrong: 0" in capsys.readouterr().out
+    assert asked == [False, False, True]
+    monkeypatch.setattr(module, "verify_attention",
+                        lambda **arguments: [x + 1 for x in reference(**arguments)])
+    assert module.run_shapes(1) == 1
