@@ -197,14 +197,14 @@ def compare(case: Case, out: torch.Tensor, lse: torch.Tensor) -> Errors:
     return Errors(relative_error(out, exact), row, lse_error, padding)
 
 
-def run(case: Case, backend: str) -> Errors:
-    """Runs a case into poisoned outputs and compares."""
+def run(case: Case, backend: str, **how: bool) -> Errors:
+    """Runs a case into poisoned outputs and compares. ``how``: ``batch_invariant``."""
     a = case.arguments
     latent = a["q"] if isinstance(a["q"], torch.Tensor) else a["q"][0]
     out = torch.full((*latent.shape[:2], a["layout"].kv_lora_rank), torch.nan, dtype=latent.dtype,
                      device=latent.device)
     lse = torch.full(latent.shape[:2], torch.nan, dtype=torch.float32, device=latent.device)
-    verify_attention(out=out, lse=lse, backend=backend, **a)
+    verify_attention(out=out, lse=lse, backend=backend, **a, **how)
     return compare(case, out, lse)
 
 

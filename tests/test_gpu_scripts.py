@@ -1,5 +1,6 @@
 """The scripts that need a GPU: what can be tried of them without one."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -89,20 +90,20 @@ def test_replays_stop_in_time_and_say_so(tmp_path):
 def test_shapes_on_the_cpu(monkeypatch, capsys):
     """What the watched process does, with the reference in the kernel's place."""
     module = load("sanitize")
-    real, asked = module.verify_attention, []
-    random_case = module.check.random_case
+    asked, wrong = [], []
+    random_case, run = module.check.random_case, module.check.run
     monkeypatch.setattr(module.check, "random_case", lambda seed, device, **sizes: random_case(
         seed, device="cpu", **sizes))
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda: None)
 
-    def reference(*, backend, batch_invariant, **arguments):
-        asked.append(batch_invariant)
-        return real(**arguments, backend="reference", batch_invariant=batch_invariant)
+    def on_reference(case, backend, *, batch_invariant):
+        asked.append((backend, batch_invariant))
+        errors = run(case, "reference", batch_invariant=batch_invariant)
+        return dataclasses.replace(errors, out=1.0) if wrong else errors
 
-    monkeypatch.setattr(module, "verify_attention", reference)
+    monkeypatch.setattr(module.check, "run", on_reference)
     assert module.run_shapes(3) == 0
     assert "shapes run: 3, wrong: 0" in capsys.readouterr().out
-    assert asked == [False, False, True]
-    monkeypatch.setattr(module, "verify_attention",
-                        lambda **arguments: [x + 1 for x in reference(**arguments)])
+    assert asked == [("cuda", False), ("cuda", False), ("cuda", True)]
+    wrong.append(True)
     assert module.run_shapes(1) == 1
