@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +108,23 @@ def test_shapes_on_the_cpu(monkeypatch, capsys):
     assert asked == [("cuda", False), ("cuda", False), ("cuda", True)]
     wrong.append(True)
     assert module.run_shapes(1) == 1
+
+
+def test_what_is_recorded_of_graphs(monkeypatch):
+    """On the CPU, with the reference and without a capture: what is compared, not the times."""
+    module = load("record_graphs")
+    monkeypatch.setattr(module, "capture", lambda call: SimpleNamespace(replay=call))
+    monkeypatch.setattr(module, "microseconds", lambda call, calls: 1.0)
+    row = module.record_shape("2,2,3,40", "cpu", "reference")
+    for mode in ("default", "batch_invariant"):
+        assert all(row[mode][f"{what}_same_bits"] for what in ("replay", "again", "alone"))
+        assert row[mode]["relative_error"] < 0.01
+    monkeypatch.setattr(module, "capture", lambda call: SimpleNamespace(replay=lambda: None))
+    assert not module.record_shape("2,2,3,40", "cpu", "reference")["default"]["replay_same_bits"]
+
+
+def test_the_last_slot_of_a_pool():
+    found = load("record_graphs").last_slot(500, "cpu", "reference")
+    assert found["relative_error"] < 0.01 and found["last_slot"] == 499
+    assert not found["passed"]  # so small a pool proves nothing
+    assert load("record_graphs").last_slot.__defaults__[0] * 576 > 2**31
