@@ -81,7 +81,9 @@ class Calls:
         for b, (begin, end) in enumerate(zip(qo, qo[1:], strict=False)):
             own = dataclasses.replace(
                 whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
-                kv_indptr=whole.kv_indptr[b:b + 2].clone(), kv_lens=whole.kv_lens[b:b + 1].clone(),
+                kv_indptr=whole.kv_indptr[b:b + 2] - whole.kv_indptr[b],
+                kv_indices=whole.kv_indices[int(whole.kv_indptr[b]):].clone(),
+                kv_lens=whole.kv_lens[b:b + 1].clone(),
                 mask_bits=whole.mask_bits[begin:end].clone(),
                 draft_slots=whole.draft_slots[begin:end].clone())
             got = verify_attention(w.q[0][begin:end], w.pool, own, sm_scale=SM_SCALE, **self.how)

@@ -340,7 +340,9 @@ def test_batch_invariant(seed):
                 continue
             own = dataclasses.replace(
                 whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
-                kv_indptr=whole.kv_indptr[b:b + 2].clone(), kv_lens=whole.kv_lens[b:b + 1].clone(),
+                kv_indptr=whole.kv_indptr[b:b + 2] - whole.kv_indptr[b],
+                kv_indices=whole.kv_indices[int(whole.kv_indptr[b]):].clone(),
+                kv_lens=whole.kv_lens[b:b + 1].clone(),
                 mask_bits=whole.mask_bits[begin:end].contiguous(), max_q_len=end - begin,
                 draft_slots=None if drafts is not None else whole.draft_slots[begin:end].clone())
             q_own = tuple(part[begin:end] for part in parts)
