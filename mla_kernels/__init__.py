@@ -4,7 +4,8 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
 ``source``, ``schedule``, ``cuda``, ``triton``, ``attention``, ``check``, ``records``,
 ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``,
-``figures``, ``figures_speed``, ``figures_evidence``, ``figures_graphs``, ``widgets``.
+``autotune``, ``figures``, ``figures_speed``, ``figures_limits``, ``figures_evidence``,
+``figures_graphs``, ``widgets``.
 """
 
 import importlib
