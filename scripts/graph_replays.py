@@ -1,6 +1,6 @@
 """Replays one captured graph with fresh metadata many times, and compares every replay.
 
-    python scripts/graph_replays.py --out data/checks/graph_replays.json
+    python scripts/graph_replays.py --out data/graphs/h200_replays.json
 
 The graph holds what an engine's would: SGLang's metadata converted into a batch at capacity, the
 tree mask packed to bits from its flat buffer, then the attention. Every replay gets other lengths,
