@@ -101,7 +101,7 @@ def plan(
         rows, groups, combine_split: override the choice.
         batch_invariant: lay it out so that the bits of a request's result depend on nothing but
             the request: 64 rows a tile whatever the largest draft, chunks of
-            :func:`mla_kernels.schedule.chunk_tiles`, one way to merge them.
+            :func:`mla_kernels.schedule.chunk_tiles`, 8 warps a fragment to merge them.
 
     Raises:
         ValueError: ``rows`` or ``combine_split`` is not compiled, or ``groups`` is not in
@@ -112,22 +112,20 @@ def plan(
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
     tiles = -(-(max_kv_len + max_q_len) // TILE_TOKENS)
     chunks = batch_size * schedule.most_chunks(tiles) if batch_invariant else 0
-    if batch_invariant:
-        rows = rows or build.TILE_ROWS[-1]
-        combine_split = combine_split or build.COMBINE_SPLITS[-1]
-    # What is shared out: tiles or chunks.
-    tiles = chunks or batch_size * tiles
-    most_groups = min(MAX_GROUPS, (2**32 - 1) // (tiles + 1))
+    units = chunks or batch_size * tiles
+    most_groups = min(MAX_GROUPS, (2**32 - 1) // (units + 1))
     if groups is not None and not 1 <= groups <= most_groups:
         raise ValueError(f"groups must be in 1 .. {most_groups}; got {groups}")
+    if batch_invariant:
+        rows, combine_split = rows or build.TILE_ROWS[-1], build.COMBINE_SPLITS[-1]
 
     best = math.inf
     for r in build.TILE_ROWS if rows is None else (rows,):
         r_tiles = -(-num_heads * max_q_len // r)
-        for g in _group_counts(r_tiles, tiles, batch_size, sms) if groups is None else (groups,):
+        for g in _group_counts(r_tiles, units, batch_size, sms) if groups is None else (groups,):
             g = min(g, most_groups)
             waves = -(-r_tiles * g // sms)
-            cost = waves * (START_US[r] + -(-tiles // g) * TILE_US[r])
+            cost = waves * (START_US[r] + -(-units // g) * TILE_US[r])
             if cost < best:
                 best, launch = cost, (r, r_tiles, g)
     rows, row_tiles, groups = launch
@@ -140,10 +138,10 @@ def plan(
     return LaunchPlan(rows, row_tiles, groups, combine_split, chunks)
 
 
-def _group_counts(row_tiles: int, tiles: int, batch_size: int, sms: int) -> Iterator[int]:
+def _group_counts(row_tiles: int, units: int, batch_size: int, sms: int) -> Iterator[int]:
     """Work groups that fill one to four waves of blocks."""
     for waves in range(1, 5):
-        groups = max(1, min(waves * sms // row_tiles, tiles))
+        groups = max(1, min(waves * sms // row_tiles, units))
         # Shares that end where requests end leave less to merge: worth a few idle blocks.
         aligned = groups // batch_size * batch_size
         yield aligned if aligned >= 0.95 * groups else groups
