@@ -150,10 +150,12 @@ def _group_counts(row_tiles: int, units: int, batch_size: int, sms: int) -> Iter
 def _combine_split(fragments: int, partials: int, sms: int) -> int:
     """Warps that share out a fragment's partial results: the number that makes a warp wait for
     memory least often. More warps a fragment mean fewer partials each, and fewer fragments at
-    once. ``kAhead`` of combine.cuh says how many partials a warp asks for at a time."""
+    once. combine.cuh says how many partials a warp asks for at a time (``kAhead``) and how many
+    blocks of 8 warps a multiprocessor holds."""
     def waits(split: int) -> int:
-        rounds = -(-fragments * split // (8 * sms))
-        return rounds * -(-partials // (split * (16 if split == 1 else 24)))
+        ahead, blocks = (8, 2) if split == 1 else (24, 1)
+        rounds = -(-fragments * split // (8 * blocks * sms))
+        return rounds * -(-partials // (split * ahead))
 
     return min(build.COMBINE_SPLITS, key=waits)
 

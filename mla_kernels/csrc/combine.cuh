@@ -19,9 +19,10 @@ struct Combine {
   static constexpr int kFragments = kWarps / kSplit;              // a unit
   static constexpr int kUnitsPerRows = kLatentDim / 16 / kFragments;
   static constexpr int kUnitsPerTile = Config::kRowGroups * kUnitsPerRows;
-  // Partials under way at once: those of sm_120's largest, with 188 multiprocessors, if one
-  // request has them all.
-  static constexpr int kAhead = kSplit == 1 ? 16 : 24;
+  // Partials that a warp asks for at once. Split among 8 warps, all those that a request can have
+  // from sm_120's largest card, with 188 multiprocessors. A warp that has a fragment to itself
+  // asks for fewer, so that two blocks fit a multiprocessor: fragments are many then.
+  static constexpr int kAhead = kSplit == 1 ? 8 : 24;
 
   // Shared memory: what the warps of a fragment found; 8 sums, 2 maxima and 2 weights a lane.
   static constexpr int kSmemBytes = kSplit > 1 ? kWarps * 12 * 32 * 4 : 0;
@@ -179,7 +180,7 @@ struct Combine {
 
 // Grid (row tiles * kUnitsPerTile, batch_size).
 template <class Config, int kSplit>
-__global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(256, kSplit == 1 ? 2 : 1) combine(const __grid_constant__ VerifyParams p) {
   extern __shared__ float combine_smem[];
   using C = Combine<Config, kSplit>;
   // Blocks of this grid start once all of the verify kernel's run, hence after all that came
