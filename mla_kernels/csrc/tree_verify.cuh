@@ -200,15 +200,13 @@ struct VerifyBlock {
     if (elect_one()) barrier_expect(full(tile), C::kCopies * kRowBytes);
 #endif
   }
-  __device__ __forceinline__ const char* source(int row) const {
-    return smem_load_pointer(source_smem(row));
-  }
-  __device__ __forceinline__ void copy_row(uint32_t tile, int row, const char* from) const {
+  __device__ __forceinline__ void copy_row(uint32_t tile, int row) const {
     const uint32_t to = smem() + C::kKV + tile % C::kStages * C::kStageBytes +
                         (threadIdx.x / 32 * C::kCopies + row) * kRowStride;
 #if __CUDA_ARCH__ >= 900
-    if (elect_one()) copy_bulk(to, from, kRowBytes, full(tile));
+    if (elect_one()) copy_bulk(to, smem_load_pointer(source_smem(row)), kRowBytes, full(tile));
 #else
+    const char* from = smem_load_pointer(source_smem(row));
     for (int chunk = lane(); chunk < kRowChunks; chunk += 32)
       copy_async_16B(to + chunk * 16, from + chunk * 16);
 #endif
@@ -221,7 +219,7 @@ struct VerifyBlock {
   __device__ __forceinline__ void copy(uint32_t tile, const char* from) const {
     copy_begin(tile, from);
 #pragma unroll
-    for (int row = 0; row < C::kCopies; ++row) copy_row(tile, row, source(row));
+    for (int row = 0; row < C::kCopies; ++row) copy_row(tile, row);
     copy_end(tile);
     __syncwarp();  // the sources are read
   }
@@ -305,7 +303,6 @@ struct VerifyBlock {
                             lane() / 8 % 2 * 16 + warp() * C::kSteps * 32;
     constexpr int kAll = C::kTokenGroups * C::kSteps, kHalf = kAll / 2;
     bool copying = false;
-    const char* from = nullptr;
     uint32_t f[2][4];          // a step's fragment is loaded during the step before
     ldmatrix(f[0], K_smem);
     // A multiply waits for the one before that adds to the same sums: four sums side by side.
@@ -326,10 +323,7 @@ struct VerifyBlock {
       if constexpr (C::kSplitRows) {
         static_assert(kAll - kHalf == 2 * C::kCopies + 1, "a row every other step");
         if (i == kHalf) copying = begin();
-        // A row every other step; where it comes from is asked a step ahead.
-        const int row = (i - kHalf) / 2;
-        if (copying && i > kHalf && (i - kHalf) % 2) copy_row(tile + 1, row, from);
-        if (copying && i >= kHalf && (i - kHalf) % 2 == 0 && row < C::kCopies) from = source(row);
+        if (copying && i > kHalf && (i - kHalf) % 2) copy_row(tile + 1, (i - kHalf) / 2);
         if (copying && i == kAll - 1) copy_end(tile + 1);
       }
 #pragma unroll
