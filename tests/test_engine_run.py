@@ -87,7 +87,7 @@ def test_runs_are_recorded_and_compared(engine):
     (row,) = record["compared"]["triton-graph-64 / ours-graph-64"]
     assert row["same_tokens"] and row["context"] == 4096
     assert set(row["tokens_per_second"]["ours-graph-64"]) == {"cold", "warm"}
-    assert row["tokens_per_second"]["ours-graph-64"]["warm"] == pytest.approx(1e4, rel=0.5)
+    assert set(row["speedup"]) == {"cold", "warm"}
     (row,) = record["compared"]["triton-graph-64 / ours-wrong-order"]
     assert (row["same_tokens"], row["first_difference"]) == (False, 7)
     assert row["top2_there"] == [[[7, -0.1], [8, -0.2]], [[99, -0.1], [100, -0.2]]]
@@ -100,12 +100,13 @@ def test_runs_are_recorded_and_compared(engine):
 
 def test_an_engine_that_fails_is_recorded_and_taken_up_again(engine, monkeypatch):
     monkeypatch.setenv("FAIL", "1")
-    status, record = run(engine, "--contexts", "4096", "--runs", "triton-graph-64")
-    assert status == 1 and "no such engine" in record["runs"]["triton-graph-64"]["log_tail"]
+    both = ["triton-graph-64", "ours-graph-64"]
+    status, record = run(engine, "--contexts", "4096", "--runs", *both)
+    assert status == 1 and list(record["runs"]) == both[:1]
+    assert "no such engine" in record["runs"]["triton-graph-64"]["log_tail"]
     monkeypatch.delenv("FAIL")
     earlier = engine / "earlier.json"
     earlier.write_text(json.dumps(record))
-    both = ["triton-graph-64", "ours-graph-64"]
     status, record = run(engine, "--contexts", "4096", "--runs", *both, "--resume", str(earlier))
     assert status == 0
     earlier.write_text(json.dumps(record))
