@@ -168,7 +168,8 @@ def serve(run: Run, work: Path, out: Path) -> None:
         begin = time.perf_counter()
         answer = engine.generate(input_ids=ids, sampling_params={
             "max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}, **more)
-        return time.perf_counter() - begin, answer
+        seconds = time.perf_counter() - begin
+        return seconds, answer[0] if isinstance(answer, list) else answer
 
     for context in run.contexts:
         ids = prompt(context)
@@ -181,19 +182,24 @@ def serve(run: Run, work: Path, out: Path) -> None:
             note("decode", context=context, draft=draft, seconds=seconds - short,
                  tokens=answer["output_ids"], verify_steps=answer["meta_info"].get(
                      "spec_verify_ct"))
-        try:
-            _, answer = generate(ids, NEW_TOKENS + 1, return_logprob=True, top_logprobs_num=2)
-            top = answer["meta_info"]["output_top_logprobs"]
-            note("logprobs", context=context, tokens=answer["output_ids"],
-                 top2=[[(t[1], round(t[0], 5)) for t in pair] for pair in top])
-        except Exception as error:
-            note("logprobs", context=context, error=f"{type(error).__name__}: {error}")
-        try:
-            note("profile", context=context, **profile(engine, generate, ids, work))
-        except Exception as error:
-            note("profile", context=context, error=f"{type(error).__name__}: {error}")
+    # What may fail in an engine comes when all else is written.
+    for look in (logprobs, profile):
+        for context in run.contexts:
+            try:
+                found = look(engine, generate, prompt(context), work)
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            note(look.__name__, context=context, **found)
     note("end")
     engine.shutdown()
+
+
+def logprobs(engine, generate, ids: list[int], work: Path) -> dict:
+    """The tokens, and the two likeliest at each place: ``(token, logprob)``."""
+    _, answer = generate(ids, NEW_TOKENS + 1, return_logprob=True, top_logprobs_num=2)
+    top = answer["meta_info"]["output_top_logprobs"]
+    return {"tokens": answer["output_ids"],
+            "top2": [[(t[1], round(t[0], 5)) for t in pair] for pair in top]}
 
 
 def profile(engine, generate, ids: list[int], work: Path) -> dict:
