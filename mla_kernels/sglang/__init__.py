@@ -10,5 +10,5 @@ Off unless ``MLA_KERNELS_SGLANG=1``; see ``settings`` for the other variables. I
 The files, each importing only from those before it: ``settings``, ``verify``, ``fit``,
 ``backend``, ``hook``, ``pth``.
 
-Nothing is imported here: ``hook`` runs at the start of every Python process.
+Nothing is imported here, as the hook runs at the start of every Python process.
 """

@@ -6,6 +6,7 @@ Exit status of the doctor: 0 where SGLang fits, 1 where not.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import sys
 import warnings
@@ -50,7 +51,9 @@ def doctor() -> int:
         print("would be patched, in each process that builds an attention backend:")
         print(f"  {REGISTRY}.ATTENTION_BACKENDS['triton']")
         print(f"  of the {BACKEND}.TritonAttnBackend that it makes for an MLA model:")
-        for name in ("extend_attention_fwd", "forward_extend", "init_forward_metadata", *REPLAY):
+        backend = vars(importlib.import_module(BACKEND).TritonAttnBackend)
+        for name in ("extend_attention_fwd", "forward_extend", "init_forward_metadata",
+                     *(name for name in REPLAY if name in backend)):
             print(f"    {name}")
     entry = [e for e in importlib.metadata.entry_points(group="sglang.srt.plugins")
              if e.value.startswith("mla_kernels.")]
