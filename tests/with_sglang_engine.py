@@ -1,33 +1,28 @@
 """Our backend inside the real SGLang: its constructor, metadata, tree builder and verify kernel.
-Run by test_sglang_engine.py, in a process of its own."""
+Run by test_sglang_engine.py, in a process of its own (`pytest -W ignore` by hand: SGLang's
+import warns about absent GPUs)."""
 
 import ast
 import logging
-import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
-import numpy as np
 import pytest
+import sglang_on_cpu
 import torch
+from sglang.srt.layers.attention import attention_registry, triton_backend
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_on_cpu import HEADS, Server, layer
 
-pytestmark = pytest.mark.filterwarnings("default")
-
-import sglang_on_cpu  # noqa: E402
-from sglang.srt.layers.attention import attention_registry, triton_backend  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
-from sglang.srt.plugins import load_plugins  # noqa: E402
-from sglang_on_cpu import HEADS, Server, layer  # noqa: E402
-
-from mla_kernels.reference import verify_attention_reference  # noqa: E402
-from mla_kernels.sglang import fit, verify  # noqa: E402
-from mla_kernels.sglang.backend import MLAVerifyBackend, take_over  # noqa: E402
-from mla_kernels.sglang.hook import activate, is_ours, wrap  # noqa: E402
-from mla_kernels.sglang.settings import Settings  # noqa: E402
+from mla_kernels.reference import verify_attention_reference
+from mla_kernels.sglang import fit, verify
+from mla_kernels.sglang.backend import MLAVerifyBackend, take_over
+from mla_kernels.sglang.hook import activate, is_ours, wrap
+from mla_kernels.sglang.settings import Settings
 
 TritonAttnBackend = triton_backend.TritonAttnBackend
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -317,24 +312,37 @@ class TestHook:
         assert type(backend) is TritonAttnBackend
 
 
+#: As SGLang's scheduler processes begin.
+SPAWN = """
+import multiprocessing
+
 def worker(rank, said):
-    """As SGLang's scheduler process begins."""
+    from sglang.srt.plugins import load_plugins
     load_plugins()
-    said.put((rank, is_ours(attention_registry.ATTENTION_BACKENDS["triton"])))
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from mla_kernels.sglang.hook import is_ours
+    said.put((rank, is_ours(ATTENTION_BACKENDS["triton"])))
 
-
-@pytest.mark.slow
-def test_eight_spawned_processes_have_the_hook(monkeypatch):
-    """By SGLang's plugins, which find this project installed."""
-    monkeypatch.setenv("MLA_KERNELS_SGLANG", "1")
+if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
     ranks = [context.Process(target=worker, args=(rank, said)) for rank in range(8)]
     for process in ranks:
         process.start()
-    assert sorted(said.get(timeout=400) for _ in ranks) == [(rank, True) for rank in range(8)]
+    print(sorted(said.get(timeout=400) for _ in ranks))
     for process in ranks:
         process.join()
+"""
+
+
+@pytest.mark.slow
+def test_eight_spawned_processes_have_the_hook(tmp_path):
+    """By SGLang's plugins, which find this project installed."""
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    done = subprocess.run([sys.executable, script], text=True, capture_output=True,
+                          env={**os.environ, "MLA_KERNELS_SGLANG": "1", "PYTHONWARNINGS": "ignore"})
+    assert done.stdout.splitlines()[-1:] == [str([(rank, True) for rank in range(8)])], done.stderr
 
 
 # -- older versions, by their source ------------------------------------------------------
