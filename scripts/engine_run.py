@@ -203,7 +203,8 @@ def logprobs(engine, generate, ids: list[int], work: Path) -> dict:
 
 
 def profile(engine, generate, ids: list[int], work: Path) -> dict:
-    """Kernel times of a short generation, by kernel: calls and microseconds."""
+    """Kernel times of a short generation: by kernel its calls, their sum and their median in
+    microseconds."""
     folder = work / "traces" / str(time.time_ns())
     folder.mkdir(parents=True)
     engine.start_profile(output_dir=str(folder), activities=["GPU"])
@@ -215,14 +216,32 @@ def profile(engine, generate, ids: list[int], work: Path) -> dict:
     time.sleep(0.5)  # the file may still be growing
     raw = found[0].read_bytes()
     trace = json.loads(gzip.decompress(raw) if found[0].suffix == ".gz" else raw)
-    kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
-    for event in trace["traceEvents"]:
-        if event.get("cat") == "kernel":
-            entry = kernels[event["name"][:100]]
-            entry[0], entry[1] = entry[0] + 1, entry[1] + event["dur"]
-    ranked = sorted(kernels.items(), key=lambda item: -item[1][1])
+    events = sorted((e for e in trace["traceEvents"] if e.get("cat") == "kernel"),
+                    key=lambda e: e["ts"])
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        times[event["name"][:100]].append(event["dur"])
+    ranked = sorted(times.items(), key=lambda item: -sum(item[1]))
     return {"verify_steps": answer["meta_info"].get("spec_verify_ct"),
-            "kernels": {name: [n, round(us, 1)] for name, (n, us) in ranked[:25]}}
+            "attention": attention_times(events),
+            "kernels": {name: [len(t), round(sum(t), 1), round(statistics.median(t), 2)]
+                        for name, t in ranked[:25]}}
+
+
+def attention_times(events: list[dict]) -> dict[str, list[float]]:
+    """Calls and their median microseconds, of SGLang's verify kernel and of ours; ours lasts
+    until its second kernel, where it has one, has merged the partial results."""
+    spans: dict[str, list[list[float]]] = {"triton": [], "ours": []}
+    for event in events:
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        if event["name"] == "_fwd_kernel":
+            spans["triton"].append([begin, end])
+        elif re.search(r"\btree_verify\b", event["name"]):
+            spans["ours"].append([begin, end])
+        elif re.search(r"\bcombine\b", event["name"]) and spans["ours"]:
+            spans["ours"][-1][1] = end
+    return {name: [len(pairs), round(statistics.median(b - a for a, b in pairs), 2)]
+            for name, pairs in spans.items() if pairs}
 
 
 # -- all of them --------------------------------------------------------------------------

@@ -42,7 +42,9 @@ class Engine:
         self.folder = Path(output_dir)
 
     def stop_profile(self):
-        events = [{"cat": "kernel", "name": "verify", "dur": 2.5}] * 3 + [{"cat": "cpu_op"}]
+        names = ["_fwd_kernel", "void mla::tree_verify<C>(P)", "void mla::combine<C, 8>(P)"]
+        events = [{"cat": "kernel", "name": n, "ts": 10 * i, "dur": 2.5}
+                  for i, n in enumerate(names)] + [{"cat": "cpu_op", "name": "_fwd_kernel"}]
         (self.folder / "trace.json.gz").write_bytes(
             gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
@@ -94,7 +96,8 @@ def test_runs_are_recorded_and_compared(engine):
     ours = record["runs"]["ours-graph-64"]
     assert ours["said"] and not record["runs"]["triton-graph-64"]["said"]
     (profile,) = [f for f in ours["found"] if f["kind"] == "profile"]
-    assert profile["kernels"] == {"verify": [3, 7.5]}
+    assert profile["kernels"]["_fwd_kernel"] == [1, 2.5, 2.5] and len(profile["kernels"]) == 3
+    assert profile["attention"] == {"triton": [1, 2.5], "ours": [1, 12.5]}
     assert record["date"] and record["torch"]
 
 
