@@ -2,9 +2,9 @@
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
-``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
-``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
-``figures_speed``, ``figures_evidence``, ``widgets``, ``sglang``.
+``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``engine_runs``, ``evidence``,
+``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
+``figures_speed``, ``figures_evidence``, ``figures_sglang``, ``widgets``, ``sglang``.
 """
 
 import importlib

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mla_kernels import engine_runs
+
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("engine_run", ROOT / "scripts" / "engine_run.py")
 engine_run = importlib.util.module_from_spec(spec)
@@ -99,6 +101,16 @@ def test_runs_are_recorded_and_compared(engine):
     assert profile["kernels"]["_fwd_kernel"] == [1, 2.5, 2.5] and len(profile["kernels"]) == 3
     assert profile["attention"] == {"triton": [1, 2.5], "ours": [1, 12.5]}
     assert record["date"] and record["torch"]
+    # The room that reads such records reads this one.
+    read = engine_runs.load(engine / "out" / "engine.json")
+    (line,) = read.tokens("triton-graph-64", "ours-wrong-order")
+    assert line == ("4,096 tokens of context: the first difference is token 7, where the likeliest "
+                    "tokens differ")
+    assert read.tokens("triton-graph-64", "ours-graph-64")[0].endswith("the same 129 tokens")
+    assert read.attention_us("ours-graph-64", 4096) == 12.5
+    assert read.attention_us("triton-graph-64", 4096) == 2.5
+    assert read.step_ms("ours-graph-64", 4096) > 0 and len(read.table()) == 2
+    assert read.said("ours-graph-64") == ["SGLang 0.5.16: verify runs through mla_kernels"]
 
 
 def test_an_engine_that_fails_is_recorded_and_taken_up_again(engine, monkeypatch):

@@ -4,83 +4,17 @@ kernel's meaning written down in float64."""
 import logging
 import re
 
-import numpy as np
 import pytest
 import torch
 
-from mla_kernels.batch import VerifyBatch
 from mla_kernels.layout import KVLayout
-from mla_kernels.reference import verify_attention_reference
 from mla_kernels.sglang import verify
+from mla_kernels.sglang.rehearsal import Call, Extend, shadow_log
 from mla_kernels.sglang.settings import Settings
-from mla_kernels.sglang.verify import POSITIONAL, SHADOW_TOLERANCE, TreeVerify
+from mla_kernels.sglang.verify import SHADOW_TOLERANCE, TreeVerify
 
-HEADS, CONTEXT, SM_SCALE = 2, 40, 192**-0.5
+HEADS, CONTEXT = 2, 40
 LAYOUT = KVLayout.LATENT_FIRST
-
-
-class Call:
-    """Arguments of a verify call as SGLang's backend has them, and what its kernel would do."""
-
-    def __init__(self, rng, *, bs=3, nodes=5, padded=0, chain=False):
-        self.nodes = nodes
-        self.masks = [np.tri(nodes, dtype=bool) if chain else
-                      np.tri(nodes, dtype=bool) & (rng.random((nodes, nodes)) < 0.6)
-                      | np.eye(nodes, dtype=bool) for _ in range(bs + padded)]
-        lens = [*rng.integers(1, CONTEXT - nodes, bs).tolist(), *[1] * padded]
-        slots = iter(rng.permutation(np.arange(1, 200)).tolist())
-        tables = [[next(slots) for _ in range(n)] for n in lens[:bs]] + [[0]] * padded
-        self.batch = VerifyBatch.from_requests(self.masks, lens, tables)
-        mask, mask_indptr = self.batch.full_mask()
-        generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
-        num_tokens = (bs + padded) * nodes
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator)
-
-        k = normal(num_tokens, 1, 576)
-        pool = normal(200, 1, 576)
-        self.arguments = dict(zip(POSITIONAL, (
-            normal(num_tokens, HEADS, 576), k, k[..., :512], normal(num_tokens, HEADS, 512), pool,
-            pool[..., :512], self.batch.qo_indptr.long(), self.batch.kv_indptr,
-            torch.cat([self.batch.kv_indices.long(), torch.full((7,), 3)]),
-            None if chain else torch.cat([mask, torch.ones(5, dtype=torch.bool)]), True,
-            mask_indptr, nodes, 1.0, 1.0, SM_SCALE), strict=True))
-        self.keywords = {"logit_cap": 0.0, "sliding_window_size": -1, "sinks": None,
-                         "window_kv_offsets": None, "xai_temperature_len": -1, "page_size": 1}
-
-    @property
-    def out(self):
-        return self.arguments["o_extend"]
-
-    def exact(self):
-        latent, rope = LAYOUT.split(self.arguments["q_extend"])
-        return verify_attention_reference(
-            latent, rope, self.arguments["k_buffer"], self.batch, layout=LAYOUT,
-            sm_scale=SM_SCALE, draft_kv=self.arguments["k_extend"][:, 0])[0].float()
-
-    def __call__(self, serve, layer=0):
-        self.out.fill_(torch.nan)
-        with serve.serving(layer):
-            serve(*self.arguments.values(), **self.keywords)
-        return self.out.clone()
-
-
-class Extend:
-    """SGLang's function: counts its calls, writes what it is told to of the requests it gets."""
-
-    def __init__(self, result):
-        self.result, self.calls, self.empty = result, 0, 0
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        call = dict(zip(POSITIONAL, args, strict=True))
-        if int(call["qo_indptr"][-1]) == 0:
-            assert int(call["kv_indptr"][-1]) == 0
-            self.empty += 1
-            call["o_extend"].fill_(torch.nan)  # what is not written may hold anything
-        else:
-            call["o_extend"].copy_(self.result)
 
 
 def serve_for(call, **settings):
@@ -269,6 +203,16 @@ class TestShadow:
         call.arguments["k_scale"] = 0.5
         self.steps(serve, call, 2)
         assert extend.calls == 4
+
+
+@pytest.mark.parametrize("order", ["latent_first", "rope_first"])
+def test_shadow_mode_as_the_notebook_shows_it(order, seed):
+    lines, right = shadow_log(order, seed=seed)
+    if order == "latent_first":
+        assert right and len(lines) == 2 and all("agrees" in line for line in lines)
+    else:  # the first step is compared, so nothing wrong is ever served
+        (line,) = lines
+        assert right and line.startswith("ERROR SGLang's own path") and "mismatch" in line
 
 
 class TestSettings:

@@ -7,8 +7,8 @@ Off unless ``MLA_KERNELS_SGLANG=1``; see ``settings`` for the other variables. I
     python -m mla_kernels.sglang install     # a .pth file, for SGLang without plugins
     python -m mla_kernels.sglang uninstall
 
-The files, each importing only from those before it: ``settings``, ``verify``, ``fit``,
-``backend``, ``hook``, ``pth``.
+The files, each importing only from those before it: ``settings``, ``verify``,
+``rehearsal``, ``fit``, ``backend``, ``hook``, ``pth``.
 
 Nothing is imported here, as the hook runs at the start of every Python process.
 """
