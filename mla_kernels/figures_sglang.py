@@ -73,7 +73,7 @@ def decode_speed(record: EngineRecord, *, title: str = "") -> Figure:
     table = record.table()
     modes = [mode for mode in PAIRS if any(r["mode"] == mode for r in table)]
     figure, axes = _new_figure(3.6, 1, max(len(modes), 1), sharey=True, squeeze=False)
-    for ax, mode in zip(axes[0], modes, strict=True):
+    for ax, mode in zip(axes[0], modes, strict=False):
         for i, (who, column) in enumerate((("ours", "ours tokens/s"),
                                            ("SGLang's Triton", "SGLang tokens/s"))):
             for draft, style in (("warm", "-"), ("cold", "--")):

@@ -35,7 +35,11 @@ ATTENTION_BACKENDS["other"] = print
 
 #: As much as a signature check looks at.
 BACKEND = '''
-class TritonAttnBackend:
+class AttentionBackend:
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True): pass
+    def init_forward_metadata(self, forward_batch): pass
+
+class TritonAttnBackend(AttentionBackend):
     use_mla = False
     def __init__(self, runner): self.runner = runner
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
@@ -140,6 +144,15 @@ def test_a_process_without_the_variable_imports_nothing(python):
     assert "mla_kernels.sglang.hook" in on and "torch" not in on
 
 
+def test_as_a_plugin_it_does_nothing_unless_asked(python):
+    code = ("from mla_kernels.sglang.hook import activate, is_ours; activate(); "
+            "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as b; "
+            "print(is_ours(b['triton'])); activate(); print(is_ours(b['triton']))")
+    for on in ("0", "1"):
+        said = python("-c", code, PYTHONPATH=str(ROOT), MLA_KERNELS_SGLANG=on)
+        assert said.split() == [str(on == "1")] * 2
+
+
 def test_a_package_that_has_gone_is_passed_over(python):
     install(python)
     path = python.site / pth.NAME
@@ -148,6 +161,7 @@ def test_a_package_that_has_gone_is_passed_over(python):
     assert python("-c", "print('ran')", MLA_KERNELS_SGLANG="1").strip() == "ran"
 
 
+EXTEND = "forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):"
 MAKE = ("from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as b; "
         "print(type(b['triton']('runner')).__name__, b['triton']('runner').runner)")
 
@@ -160,12 +174,14 @@ def test_a_fitting_sglang_is_asked_what_the_backend_is_for(python):
 
 
 @pytest.mark.parametrize(("name", "old", "new", "message"), [
-    (fit.BACKEND, "def forward_extend(", "def forward_prefill(", "forward_extend is not there"),
-    (fit.BACKEND, "q, k, v, layer", "q, kv, layer", r"must begin \(self, q, k, v, layer, "),
+    (fit.BACKEND, f"def {EXTEND}\n        self", f"def {EXTEND.replace('extend', 'prefill')}\n"
+     "        self", "TritonAttnBackend.forward_extend is not there"),
+    (fit.BACKEND, f"def {EXTEND}\n        self", f"def {EXTEND.replace('k, v', 'kv')}\n"
+     "        self", r"must begin \(self, q, k, v, layer, "),
     (fit.BACKEND, "init_forward_metadata_out_graph", "prepare", "has none of init_forward_met"),
     (fit.BACKEND, "in_capture", "capturing", r"out_graph must begin .*in_capture\); it has"),
     (fit.BACKEND, "self.extend_attention_fwd", "self.extend", "does not call self.extend_atten"),
-    (fit.BACKEND, "class TritonAttnBackend:", "class TritonBackend:", "has no TritonAttnBackend"),
+    (fit.BACKEND, "class TritonAttnBackend(", "class TritonBackend(", "has no TritonAttnBackend"),
     (fit.KERNELS[0], "custom_mask, is_causal", "mask, is_causal", "extend_attention_fwd must be"),
     (fit.KERNELS[0], "page_size=1", "*, page_table", "extend_attention_fwd also needs page_table"),
     (fit.MODES, "is_target_verify", "is_verify", "has no ForwardMode.is_target_verify"),

@@ -34,8 +34,15 @@ def test_serves_what_sglang_would(chain, padded, rng):
 def test_outside_of_verify_sglang_is_called(rng):
     call = Call(rng)
     serve, extend = serve_for(call)
+    for calls in (1, 2):
+        serve(*call.arguments.values(), **call.keywords)
+        assert extend.calls == calls and torch.equal(call.out, extend.result)
+        call(serve)
+        assert extend.calls == calls
+    with pytest.raises(KeyError), serve.serving(0):
+        raise KeyError
     serve(*call.arguments.values(), **call.keywords)
-    assert extend.calls == 1 and torch.equal(call.out, extend.result)
+    assert extend.calls == 3
 
 
 REASONS = [
@@ -179,11 +186,13 @@ class TestShadow:
         outs = [call(serve, layer) for layer in range(3)]
         assert not torch.equal(outs[0], extend.result)  # ours, and right
         assert torch.equal(outs[1], extend.result) and torch.equal(outs[2], extend.result)
-        # A replay would go on with both paths in the graph, though no step is to be compared.
-        assert torch.equal(call(serve, 0), extend.result)
-        for _ in range(3):
+        for _ in range(3):  # on steps that would not be compared
             serve.next_step()
             assert torch.equal(call(serve, 0), extend.result)
+            # A graph that was captured before goes on with both paths.
+            stopped, serve.stopped = serve.stopped, ""
+            assert torch.equal(call(serve, 0), extend.result)
+            serve.stopped = stopped
         assert "mismatch at layer 1 by verify step 1" in serve.stopped
         assert sum("mismatch" in r.getMessage() for r in caplog.records) == 1
 
