@@ -2,13 +2,12 @@
 Run by test_sglang_engine.py, in a process of its own (`pytest -W ignore` by hand: SGLang's
 import warns about absent GPUs)."""
 
-import ast
 import logging
 import os
-import re
 import subprocess
 import sys
-import types
+import zipfile
+from pathlib import Path
 
 import pytest
 import sglang_on_cpu
@@ -345,56 +344,25 @@ def test_eight_spawned_processes_have_the_hook(tmp_path):
     assert done.stdout.splitlines()[-1:] == [str([(rank, True) for rank in range(8)])], done.stderr
 
 
-# -- older versions, by their source ------------------------------------------------------
-
-OLDER = {"0.5.12": fit.KERNELS[1], "0.5.16": fit.KERNELS[0]}
-
-
-def compiled(source, *names):
-    """A module of some functions and classes of a source text, its methods compiled and not run:
-    without bases, decorators, annotations and the values of defaults."""
-    tree = ast.parse(source)
-    body = [node for node in tree.body if getattr(node, "name", None) in names]
-    for node in (n for top in body for n in ast.walk(top)):
-        if isinstance(node, ast.ClassDef):
-            node.bases, node.decorator_list, node.keywords = [], [], []
-            node.body = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-        elif isinstance(node, ast.FunctionDef):
-            node.decorator_list, node.returns = [], None
-            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                argument.annotation = None
-            node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
-            node.args.kw_defaults = [d and ast.Constant(None) for d in node.args.kw_defaults]
-    module = types.ModuleType(names[0])
-    exec(compile(ast.fix_missing_locations(ast.Module(body, [])), "older", "exec"), vars(module))
-    return module
+#: Older versions, and what they need that the installed one's packages are too new for.
+OLDER = {"0.5.12": ("transformers==5.6.0", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
+         "0.5.16": ("transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", OLDER)
-def test_older_wheels_fit(version, tmp_path):
+def test_older_versions(version, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:",
-         "-d", tmp_path, f"sglang=={version}"], capture_output=True, text=True)
+         "-d", tmp_path, f"sglang=={version}", *OLDER[version]], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"sglang {version} cannot be downloaded here")
-    from mla_kernels.evidence import tree
-
-    files = tree.wheel(next(tmp_path.glob("*.whl")))
-
-    def text(module):
-        return files.text(module.replace(".", "/") + ".py")
-
-    assert re.search(r'@register_attention_backend\("triton"\)\ndef \w+\(runner\)',
-                     text(fit.REGISTRY))
-    registry = types.SimpleNamespace(ATTENTION_BACKENDS={"triton": print})
-    parts = [registry, compiled(text(fit.BACKEND), "TritonAttnBackend"),
-             compiled(text(fit.MODES), "ForwardMode"),
-             compiled(text(OLDER[version]), "extend_attention_fwd")]
-    assert list(fit._problems(*parts)) == []
-    replay = [name for name in fit.REPLAY if hasattr(parts[1].TritonAttnBackend, name)]
-    assert replay == [list(fit.REPLAY)[version == "0.5.12"]]
-    del parts[1].TritonAttnBackend.forward_extend
-    assert list(fit._problems(*parts))
-
-
+    for path in tmp_path.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(tmp_path / "site")
+    tests = Path(__file__).parent
+    path = os.pathsep.join(map(str, (tmp_path / "site", tests.parent)))
+    done = subprocess.run([sys.executable, tests / "older_sglang.py"], text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": path,
+                                                    "PYTHONWARNINGS": "ignore"})
+    assert done.stdout.splitlines()[-1:] == [f"SGLang {version} fits"], done.stdout + done.stderr

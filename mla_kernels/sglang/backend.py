@@ -94,7 +94,9 @@ def row_layout(backend: TritonAttnBackend, row_order: str) -> KVLayout:
         WitnessesDisagree, OrderUnknown, ValueError: as :func:`mla_kernels.evidence.evidence_for`,
             which is asked when ``row_order`` is ``"probe"``.
     """
-    pool = backend.token_to_kv_pool
+    pool = getattr(backend, "token_to_kv_pool", None)
+    if pool is None:  # 0.5.12
+        pool = backend.token_to_kv_pool_allocator.get_kvcache()
     if row_order == "probe":
         return evidence_for(pool)
     return KVLayout(row_order, pool.kv_lora_rank, pool.qk_rope_head_dim, pool.dtype)
