@@ -109,13 +109,18 @@ def test_an_exception_leaves_everything_to_sglang(where, rng, monkeypatch, caplo
     assert "SGLang's own path serves verify from here on: RuntimeError" in record.getMessage()
 
 
-def test_another_number_of_positional_arguments_is_left_to_sglang(rng):
+def test_another_number_of_positional_arguments_is_left_to_sglang(rng, caplog):
+    """As SGLang's decode context parallelism calls it."""
     call = Call(rng)
+    *positional, scale = call.arguments.values()
     taken = []
-    serve = TreeVerify(lambda *args, **kwargs: taken.append(len(args)), LAYOUT, CONTEXT)
-    with serve.serving(0):
-        serve(*call.arguments.values(), "one more")
-    assert taken == [17] and serve.stopped
+    serve = TreeVerify(lambda *args, **kwargs: taken.append((len(args), set(kwargs))), LAYOUT,
+                       CONTEXT)
+    with caplog.at_level(logging.INFO, "mla_kernels.sglang"), serve.serving(0):
+        serve(*positional, sm_scale=scale)
+        serve(*positional, scale, 0.0)
+    assert taken == [(15, {"sm_scale"}), (17, set())] and not serve.stopped
+    assert "15 positional arguments, not 16" in caplog.text
 
 
 def test_metadata_is_converted_once_a_pass_and_in_every_pass(rng, monkeypatch):

@@ -89,8 +89,9 @@ class TreeVerify:
         if layer is None or self.stopped:
             return self.extend(*args, **kwargs)
         try:
-            call = dict(zip(POSITIONAL, args, strict=True))
-            reason = self.why_not(call, kwargs)
+            call = dict(zip(POSITIONAL, args, strict=False))
+            reason = self.why_not(call, kwargs) if len(args) == len(POSITIONAL) else (
+                f"it came with {len(args)} positional arguments, not {len(POSITIONAL)}")
             if reason is None:
                 return self._serve(layer, call, args, kwargs)
             if reason not in self._said:
