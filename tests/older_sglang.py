@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from mla_kernels.evidence.sglang import _kernels_on
 from mla_kernels.sglang.fit import examine
 from mla_kernels.sglang.hook import activate
+from mla_kernels.sglang.settings import Settings
 
 HEADS, NODES, CONTEXT, LENGTHS = 4, 8, 64, (5, 17)
 
@@ -105,12 +106,11 @@ def main():
     with server_state():
         runner, batch = make_runner(pool, req_to_token), make_batch(pool, req_to_token)
         theirs = backends["triton"](runner)
-        os.environ["MLA_KERNELS_SGLANG"] = "1"
+        os.environ |= Settings(on=True, shadow_every=2).as_environment()
         activate()
         ours = backends["triton"](runner)
         assert (type(theirs).__name__, type(ours).__name__) == (
             "TritonAttnBackend", "MLAVerifyBackend")
-        ours.tree_verify.extend = None  # so that none of it is SGLang's
         for mode in ("eager", "graph"):
             outs = []
             for backend in (theirs, ours):
@@ -119,7 +119,8 @@ def main():
                 prepare(backend, batch, mode)
                 outs.append(backend.forward_extend(q, k, k[..., :512], layer, batch))
             torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
-            assert not ours.tree_verify.stopped
+        serve = ours.tree_verify
+        assert not serve.stopped and not serve._said and serve.shadow.step == 2
     print(fit)
 
 

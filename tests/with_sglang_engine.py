@@ -202,6 +202,19 @@ class TestFaults:
         assert not backend.tree_verify.stopped
         assert "verify step 1 agrees" in caplog.text and "verify step 3 agrees" in caplog.text
 
+    def test_shadow_mode_counts_replays(self, server, caplog):
+        caplog.set_level(logging.INFO, "mla_kernels.sglang")
+        backend = ours(server, shadow_every=3)
+        backend.init_cuda_graph_state(2, 2 * server.nodes)
+        backend.init_forward_metadata_out_graph(server.batch([], padded=2), in_capture=True)
+        assert backend.tree_verify.shadow.step == 0
+        for _ in range(5):
+            batch = server.batch(lengths(server, 1), padded=1)
+            backend.init_forward_metadata_out_graph(batch)
+            serve(backend, batch, server.tensors(2 * server.nodes))
+        assert backend.tree_verify.shadow.step == 5 and not backend.tree_verify.stopped
+        assert "verify step 1 agrees" in caplog.text and "verify step 4 agrees" in caplog.text
+
     def test_a_build_that_fails(self, server, monkeypatch, caplog):
         def broken(*args, **kwargs):
             raise OSError("no nvcc")
