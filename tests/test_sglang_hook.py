@@ -87,6 +87,9 @@ def write_sglang(folder, **files):
             (folder / parent / "__init__.py").touch()
         path.write_text(text)
     (folder / "__init__.py").unlink()
+    info = folder / "sglang-9.9.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9\n")
 
 
 @pytest.fixture
@@ -216,7 +219,7 @@ def test_a_wrong_setting_leaves_sglang_untouched(python):
 
 def test_doctor(python):
     doctor = python("-m", "mla_kernels.sglang", "doctor", PYTHONPATH=str(ROOT))
-    assert "though it is none of the versions tried" in doctor
+    assert "SGLang 9.9 fits, though it is none of the versions tried" in doctor
     assert "ATTENTION_BACKENDS['triton']" in doctor and "MLA_KERNELS_SGLANG=0" in doctor
     assert "init_forward_metadata_out_graph" in doctor and "replay_cuda_graph" not in doctor
     assert ".pth file: none" in doctor
