@@ -3,8 +3,9 @@
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
 ``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``engine_runs``, ``evidence``,
-``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
-``figures_speed``, ``figures_evidence``, ``figures_sglang``, ``widgets``, ``sglang``.
+``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``autotune``,
+``figures``, ``figures_speed``, ``figures_limits``, ``figures_evidence``, ``figures_sglang``,
+``widgets``, ``sglang``.
 """
 
 import importlib

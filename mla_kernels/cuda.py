@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 
 import torch
 
@@ -18,6 +21,12 @@ TILE_TOKENS = 32
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+#: Microseconds until a block has its first tile and after its last, and for a tile, by rows: what
+#: version 9 takes on an H200, rounded. Only their ratios matter. On sm_120, where tensor cores
+#: are slower against memory, the ratios may be others: `mla_kernels.autotune` says.
+START_US = {16: 9.0, 32: 10.0, 64: 12.0}
+TILE_US = {16: 1.2, 32: 1.6, 64: 2.2}
 
 #: Work groups of a launch: more than four waves of any GPU's blocks would be.
 MAX_GROUPS = 1024
@@ -55,6 +64,7 @@ class LaunchPlan:
         return self.partial_out_bytes + self.partials * self.rows * 4
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(
     num_heads: int,
     batch_size: int,
@@ -64,51 +74,59 @@ def plan(
     *,
     rows: int | None = None,
     groups: int | None = None,
+    combine_split: int | None = None,
 ) -> LaunchPlan:
-    """Chooses a launch from capacities.
+    """Chooses a launch from capacities: of every tile and one to four waves of blocks, the one
+    that should take the least time,
 
-    Tiles have the fewest rows that hold a request's, up to 64: padding costs tensor work, and
-    a second row tile costs another pass over the cache. Then as many work groups as give each
-    multiprocessor one block; where row tiles alone exceed the multiprocessors, the number of
-    waves, up to four, that leaves the fewest of them idle at the end.
+        waves * (START_US[rows] + ceil(tiles / groups) * TILE_US[rows])
+
+    so that small problems take small tiles (more blocks, each quicker to start) and large ones
+    the largest (a second row tile is another pass over the cache), and an uneven number of row
+    tiles takes another wave only where that pays for its start.
 
     Args:
         sms: multiprocessors of the GPU.
-        rows, groups: override the choice.
+        rows, groups, combine_split: override the choice.
 
     Raises:
-        ValueError: ``rows`` is not a compiled tile, or ``groups`` is not in 1 .. 1024, or so
-            many that its product with the batch's tiles does not fit the 32 bits that the device
-            computes shares in (never below a billion cache rows).
+        ValueError: ``rows`` or ``combine_split`` is not compiled, or ``groups`` is not in
+            1 .. 1024 or so many that its product with the batch's tiles does not fit the 32 bits
+            in which the device computes shares (never below a billion cache rows).
     """
-    most = num_heads * max_q_len
-    if rows is None:
-        rows = next((r for r in build.TILE_ROWS if r >= most), build.TILE_ROWS[-1])
-    elif rows not in build.TILE_ROWS:
+    if rows is not None and rows not in build.TILE_ROWS:
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
-    row_tiles = -(-most // rows)
     tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
-    most_groups = (2**32 - 1) // (tiles + 1)
-    if groups is None:
-        best, groups = -1.0, 1
-        for waves in range(1, 5):
-            candidate = min(waves * sms // row_tiles, tiles, MAX_GROUPS, most_groups)
-            if candidate < 1:
-                continue
-            used = candidate * row_tiles
-            busy = used / (-(-used // sms) * sms)
-            # Another wave costs another prologue: take it for a gain that shows.
-            if busy > best + 0.1:
-                best, groups = busy, candidate
+    most_groups = min(MAX_GROUPS, (2**32 - 1) // (tiles + 1))
+    if groups is not None and not 1 <= groups <= most_groups:
+        raise ValueError(f"groups must be in 1 .. {most_groups}; got {groups}")
+
+    best = math.inf
+    for r in build.TILE_ROWS if rows is None else (rows,):
+        r_tiles = -(-num_heads * max_q_len // r)
+        for g in _group_counts(r_tiles, tiles, batch_size, sms) if groups is None else (groups,):
+            g = min(g, most_groups)
+            waves = -(-r_tiles * g // sms)
+            cost = waves * (START_US[r] + -(-tiles // g) * TILE_US[r])
+            if cost < best:
+                best, launch = cost, (r, r_tiles, g)
+    rows, row_tiles, groups = launch
+    fragments = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
+    if combine_split is None:
+        combine_split = _combine_split(fragments, -(-groups // batch_size), sms)
+    elif combine_split not in build.COMBINE_SPLITS:
+        raise ValueError(f"combine_split must be one of {build.COMBINE_SPLITS}; got "
+                         f"{combine_split}")
+    return LaunchPlan(rows, row_tiles, groups, combine_split)
+
+
+def _group_counts(row_tiles: int, tiles: int, batch_size: int, sms: int) -> Iterator[int]:
+    """Work groups that fill one to four waves of blocks."""
+    for waves in range(1, 5):
+        groups = max(1, min(waves * sms // row_tiles, tiles))
         # Shares that end where requests end leave less to merge: worth a few idle blocks.
         aligned = groups // batch_size * batch_size
-        if aligned >= 0.95 * groups:
-            groups = aligned
-    elif not 1 <= groups <= min(MAX_GROUPS, most_groups):
-        raise ValueError(f"groups must be in 1 .. {min(MAX_GROUPS, most_groups)}; got {groups}")
-    fragments = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
-    split = _combine_split(fragments, -(-groups // batch_size), sms)
-    return LaunchPlan(rows, row_tiles, groups, split)
+        yield aligned if aligned >= 0.95 * groups else groups
 
 
 def _combine_split(fragments: int, partials: int, sms: int) -> int:
@@ -130,9 +148,27 @@ def _device(index: int) -> tuple[int, str, bool]:
 
 
 def plan_for(batch: VerifyBatch, num_heads: int, device: torch.device, **overrides) -> LaunchPlan:
-    """:func:`plan` for a batch on its GPU."""
+    """:func:`plan` for a batch on its GPU, with the overrides of :func:`launch_as`."""
+    overrides = _forced | overrides
     sms, _, _ = _device(device.index if device.index is not None else torch.cuda.current_device())
     return plan(num_heads, batch.batch_size, batch.max_q_len, batch.max_kv_len, sms, **overrides)
+
+
+#: Overrides that hold inside :func:`launch_as`.
+_forced: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def launch_as(**overrides: int) -> Iterator[None]:
+    """Inside, every launch of this process is planned with these overrides of :func:`plan`:
+    ``rows``, ``groups``, ``combine_split``. For checks and tuning."""
+    before = dict(_forced)
+    _forced.update(overrides)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
 
 
 def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:

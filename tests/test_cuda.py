@@ -36,10 +36,8 @@ def test_any_capacities_give_a_launch(rng):
         most = heads * q_len
         assert p.rows in build.TILE_ROWS, capacities
         assert (p.row_tiles - 1) * p.rows < most <= p.row_tiles * p.rows, capacities
-        # The smallest tile that holds the rows of a request, else the largest.
-        smaller = [r for r in build.TILE_ROWS if r < p.rows]
-        assert all(r < most for r in smaller), capacities
-        assert p.rows >= min(most, max(build.TILE_ROWS)), capacities
+        # A tile is no larger than what holds the rows of a request.
+        assert all(r < most for r in build.TILE_ROWS if r < p.rows), capacities
         tiles = bs * -(-(kv_len + q_len) // cuda.TILE_TOKENS)
         assert 1 <= p.groups <= min(tiles, cuda.MAX_GROUPS), capacities
         assert (tiles + 1) * p.groups < 2**32, capacities  # group_of() of the schedule
@@ -47,6 +45,26 @@ def test_any_capacities_give_a_launch(rng):
         assert p.combine_split in build.COMBINE_SPLITS, capacities
         # A grid's second dimension, and that of the combine's first.
         assert p.groups <= 65_535 and p.row_tiles * 4 * 32 < 2**31
+
+
+def test_large_problems_take_large_tiles_and_small_ones_small():
+    assert plan(8, 1, 8, 131_072, 132).rows == 64
+    assert plan(8, 64, 8, 4096, 132).rows == 64
+    assert plan(8, 1, 8, 256, 132).rows == 16          # 36 blocks instead of 9
+    assert plan(4, 64, 4, 8192, 132).rows == 16        # and none larger than a request
+    assert plan(8, 8, 4, 16_384, 132).rows == 32
+
+
+@pytest.mark.parametrize("row_tiles", range(1, 100))
+def test_more_rows_are_planned_to_take_as_long(row_tiles):
+    """No row tile makes a launch much quicker by being there: 19 row tiles in four waves took
+    1.5 times as long as 20 in one."""
+    def tiles_in_a_row(row_tiles):
+        p = plan(64, 1, row_tiles, 3072 - row_tiles, 132, rows=64)
+        waves = -(-p.row_tiles * p.groups // 132)
+        return waves * (cuda.START_US[64] + -(-97 // p.groups) * cuda.TILE_US[64])
+
+    assert tiles_in_a_row(row_tiles) <= 1.1 * tiles_in_a_row(row_tiles + 1)
 
 
 def test_workspace_holds_all_partials(rng):
@@ -359,3 +377,18 @@ def test_graph_replay_with_other_lengths(rng, seed):
                      "sm_scale": 192**-0.5, "draft_kv": draft_kv}
         errors = check.compare(check.Case(seed, "", arguments), out, lse)
         assert errors.passed, errors
+
+
+def test_launches_follow_overrides(monkeypatch):
+    batch = VerifyBatch.from_requests([5, 2], [700, 30], [range(700), range(30)])
+    monkeypatch.setattr(cuda, "_device", lambda index: (132, "sm_90", True))
+    here = torch.device("cuda", 0)
+    usual = cuda.plan_for(batch, 8, here)
+    with cuda.launch_as(rows=16, groups=3):
+        assert cuda.plan_for(batch, 8, here) == plan(8, 2, 5, 700, 132, rows=16, groups=3)
+        with pytest.raises(ZeroDivisionError), cuda.launch_as(groups=7, combine_split=4):
+            inner = cuda.plan_for(batch, 8, here)
+            assert (inner.rows, inner.groups, inner.combine_split) == (16, 7, 4)
+            raise ZeroDivisionError
+        assert cuda.plan_for(batch, 8, here).groups == 3
+    assert cuda.plan_for(batch, 8, here) == usual
