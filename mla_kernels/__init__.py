@@ -1,11 +1,11 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
-``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``engine_runs``, ``evidence``,
-``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``autotune``,
-``figures``, ``figures_speed``, ``figures_limits``, ``figures_evidence``, ``figures_sglang``,
-``widgets``, ``sglang``.
+``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
+``source``, ``schedule``, ``cuda``, ``triton``, ``attention``, ``check``, ``records``,
+``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
+``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``, ``figures_limits``,
+``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
 """
 
 import importlib

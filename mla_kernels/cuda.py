@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import build
+from . import build, schedule
 from .batch import VerifyBatch
 from .layout import KVLayout
 
@@ -42,16 +42,26 @@ class LaunchPlan:
         groups: work groups that the KV tiles of the batch are shared out to, evenly. The grid
             is ``row_tiles * groups`` blocks.
         combine_split: warps that share out the partial results of one output fragment.
+        chunks: 0, or for a batch-invariant launch the most chunks that the batch can have. They
+            are shared out in the place of tiles.
     """
 
     rows: int
     row_tiles: int
     groups: int
     combine_split: int
+    chunks: int = 0
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.chunks > 0
 
     @property
     def partials(self) -> int:
-        """Partial row tiles the workspace holds: at most two a block, none for one group."""
+        """Partial row tiles the workspace holds: at most two a block, none for one group;
+        batch-invariant, one a chunk."""
+        if self.batch_invariant:
+            return self.chunks * self.row_tiles
         return 2 * self.groups * self.row_tiles if self.groups > 1 else 0
 
     @property
@@ -75,6 +85,7 @@ def plan(
     rows: int | None = None,
     groups: int | None = None,
     combine_split: int | None = None,
+    batch_invariant: bool = False,
 ) -> LaunchPlan:
     """Chooses a launch from capacities: of every tile and one to four waves of blocks, the one
     that should take the least time,
@@ -88,6 +99,9 @@ def plan(
     Args:
         sms: multiprocessors of the GPU.
         rows, groups, combine_split: override the choice.
+        batch_invariant: lay it out so that the bits of a request's result depend on nothing but
+            the request: 64 rows a tile whatever the largest draft, chunks of
+            :func:`mla_kernels.schedule.chunk_tiles`, 8 warps a fragment to merge them.
 
     Raises:
         ValueError: ``rows`` or ``combine_split`` is not compiled, or ``groups`` is not in
@@ -96,18 +110,22 @@ def plan(
     """
     if rows is not None and rows not in build.TILE_ROWS:
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
-    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
-    most_groups = min(MAX_GROUPS, (2**32 - 1) // (tiles + 1))
+    tiles = -(-(max_kv_len + max_q_len) // TILE_TOKENS)
+    chunks = batch_size * schedule.most_chunks(tiles) if batch_invariant else 0
+    units = chunks or batch_size * tiles
+    most_groups = min(MAX_GROUPS, (2**32 - 1) // (units + 1))
     if groups is not None and not 1 <= groups <= most_groups:
         raise ValueError(f"groups must be in 1 .. {most_groups}; got {groups}")
+    if batch_invariant:
+        rows, combine_split = rows or build.TILE_ROWS[-1], build.COMBINE_SPLITS[-1]
 
     best = math.inf
     for r in build.TILE_ROWS if rows is None else (rows,):
         r_tiles = -(-num_heads * max_q_len // r)
-        for g in _group_counts(r_tiles, tiles, batch_size, sms) if groups is None else (groups,):
+        for g in _group_counts(r_tiles, units, batch_size, sms) if groups is None else (groups,):
             g = min(g, most_groups)
             waves = -(-r_tiles * g // sms)
-            cost = waves * (START_US[r] + -(-tiles // g) * TILE_US[r])
+            cost = waves * (START_US[r] + -(-units // g) * TILE_US[r])
             if cost < best:
                 best, launch = cost, (r, r_tiles, g)
     rows, row_tiles, groups = launch
@@ -117,13 +135,13 @@ def plan(
     elif combine_split not in build.COMBINE_SPLITS:
         raise ValueError(f"combine_split must be one of {build.COMBINE_SPLITS}; got "
                          f"{combine_split}")
-    return LaunchPlan(rows, row_tiles, groups, combine_split)
+    return LaunchPlan(rows, row_tiles, groups, combine_split, chunks)
 
 
-def _group_counts(row_tiles: int, tiles: int, batch_size: int, sms: int) -> Iterator[int]:
+def _group_counts(row_tiles: int, units: int, batch_size: int, sms: int) -> Iterator[int]:
     """Work groups that fill one to four waves of blocks."""
     for waves in range(1, 5):
-        groups = max(1, min(waves * sms // row_tiles, tiles))
+        groups = max(1, min(waves * sms // row_tiles, units))
         # Shares that end where requests end leave less to merge: worth a few idle blocks.
         aligned = groups // batch_size * batch_size
         yield aligned if aligned >= 0.95 * groups else groups
@@ -200,6 +218,7 @@ def verify_attention_cuda(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     launch: LaunchPlan | None = None,
 ) -> None:
     """Runs the kernel on checked arguments; see :func:`mla_kernels.verify_attention`.
@@ -211,6 +230,7 @@ def verify_attention_cuda(
         out: ``[num_tokens, H, 512]`` contiguous; lse: ``[num_tokens, H]`` fp32 contiguous.
         workspace: uint8, at least ``launch.workspace_bytes``, 16-byte aligned; allocated when
             None. Nothing in it outlives the call.
+        batch_invariant: as :func:`plan`; a ``launch`` that is given says so itself.
         launch: default :func:`plan_for`.
     """
     device = q_latent.device
@@ -218,7 +238,7 @@ def verify_attention_cuda(
     _, arch, dependent = _device(index)
     num_heads = q_latent.shape[1]
     if launch is None:
-        launch = plan_for(batch, num_heads, device)
+        launch = plan_for(batch, num_heads, device, batch_invariant=batch_invariant)
     need = launch.workspace_bytes
     if workspace is None:
         workspace = torch.empty(need, dtype=torch.uint8, device=device)
@@ -246,6 +266,7 @@ def verify_attention_cuda(
     p.page_shift = batch.page_size.bit_length() - 1
     p.latent_offset = size * layout.latent_offset
     p.groups, p.row_tiles = launch.groups, launch.row_tiles
+    p.batch_invariant = launch.batch_invariant
     p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
     with torch.cuda.device(index):
         module.tree_verify(

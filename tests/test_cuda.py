@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mla_kernels import build, check, cuda, tree
+from mla_kernels import build, check, cuda, schedule, tree
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.cuda import plan, verify_attention_cuda
+from mla_kernels.graphs import capture
 from mla_kernels.layout import KVLayout, pool_rows
 
 LATENT_FIRST, ROPE_FIRST = KVLayout.LATENT_FIRST, KVLayout.ROPE_FIRST
@@ -101,6 +102,21 @@ def test_the_plan_is_one_of_capacities_alone(monkeypatch):
     for same in (batch, batch.to("meta")):
         assert cuda.plan_for(same, 8, torch.device("cuda", 0)) == plan(8, 2, 5, 70, 132)
     assert cuda.plan_for(batch, 8, torch.device("cuda", 0), groups=7).groups == 7
+
+
+def test_a_batch_invariant_plan(rng):
+    """Rows and merging are the same whatever the capacities; every chunk has its place."""
+    for _ in range(1000):
+        heads, bs, q_len, kv_len, sms = capacities = random_capacities(rng)
+        p = plan(*capacities, batch_invariant=True)
+        assert (p.rows, p.combine_split) == (64, 8)
+        assert p.batch_invariant and not plan(*capacities).batch_invariant
+        tiles = -(-(kv_len + q_len) // cuda.TILE_TOKENS)
+        lengths = [tiles, *map(int, rng.integers(1, tiles + 1, 5))]
+        assert p.chunks >= bs * max(map(schedule.chunks_of, lengths))
+        assert p.groups <= min(p.chunks, cuda.MAX_GROUPS)
+        assert p.partials == p.chunks * p.row_tiles
+        assert p.workspace_bytes == p.partials * 64 * (1024 + 4)
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -239,6 +255,7 @@ def test_parameters(kernel, layout, dtype, in_pool, apart):
     assert p.latent_offset == (0 if layout is LATENT_FIRST else 128)
     assert (p.num_heads, p.batch_size, p.page_shift, p.mask_words) == (12, 2, 4, 2)
     assert (p.groups, p.row_tiles) == (launch.groups, launch.row_tiles)
+    assert p.batch_invariant is False
     assert p.logit_scale == pytest.approx(0.15) and (p.logit_cap, p.value_scale) == (30.0, 2.0)
     assert vars(how) == {"rows": launch.rows, "half": dtype == torch.float16, "dependent": True,
                          "combine_split": launch.combine_split, "stream": 0xABC0}
@@ -260,6 +277,12 @@ def test_a_given_launch_and_an_own_workspace(kernel):
     ((p, how),) = kernel
     assert (p.groups, how.rows, how.combine_split) == (3, 64, 4)
     assert p.partial_lse - p.partial_out == launch.partial_out_bytes
+
+
+def test_batch_invariant_is_passed_on(kernel):
+    small_call(batch_invariant=True)
+    ((p, how),) = kernel
+    assert p.batch_invariant is True and (how.rows, how.combine_split) == (64, 8)
 
 
 def test_a_workspace_too_small(kernel):
@@ -321,6 +344,33 @@ def test_same_inputs_same_bits(seed):
 
 
 @pytest.mark.gpu
+def test_batch_invariant(seed):
+    """A request alone and among others: the same bits, whatever the capacities."""
+    for draw in range(5):
+        a = dict(check.random_case(seed + draw, device="cuda", max_prefix=9000).arguments)
+        whole, q, drafts = a.pop("batch"), a.pop("q"), a.pop("draft_kv")
+        a |= {"backend": "cuda", "batch_invariant": True}
+        out, lse = verify_attention(q, batch=whole, draft_kv=drafts, **a)
+        parts = q if isinstance(q, tuple) else (q,)
+        for b in range(whole.batch_size):
+            begin, end = whole.qo_indptr[b:b + 2].tolist()
+            if begin == end:
+                continue
+            own = dataclasses.replace(
+                whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
+                kv_indptr=whole.kv_indptr[b:b + 2] - whole.kv_indptr[b],
+                kv_indices=whole.kv_indices[int(whole.kv_indptr[b]):].clone(),
+                kv_lens=whole.kv_lens[b:b + 1].clone(),
+                mask_bits=whole.mask_bits[begin:end].contiguous(), max_q_len=end - begin,
+                draft_slots=None if drafts is not None else whole.draft_slots[begin:end].clone())
+            q_own = tuple(part[begin:end] for part in parts)
+            alone = verify_attention(q_own if len(q_own) > 1 else q_own[0], batch=own,
+                                     draft_kv=None if drafts is None else drafts[begin:end], **a)
+            assert torch.equal(alone[0].view(torch.int16), out[begin:end].view(torch.int16))
+            assert torch.equal(alone[1].view(torch.int32), lse[begin:end].view(torch.int32))
+
+
+@pytest.mark.gpu
 def test_graph_replay_with_other_lengths(rng, seed):
     """Captured once at capacity; then other lengths, slots, trees and numbers in the same
     buffers give the bits of an eager call."""
@@ -349,14 +399,7 @@ def test_graph_replay_with_other_lengths(rng, seed):
         verify_attention(q, pool, full, sm_scale=192**-0.5, draft_kv=draft_kv, out=out, lse=lse,
                          workspace=space, backend="cuda")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(out, lse)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(out, lse)
+    graph = capture(lambda: call(out, lse))
     for _ in range(20):
         batch = fresh()
         for name in ("qo_indptr", "kv_indptr", "kv_lens", "kv_indices", "mask_bits"):
