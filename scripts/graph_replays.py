@@ -1,11 +1,12 @@
 """Replays one captured graph with fresh metadata many times, and compares every replay.
 
-    python scripts/graph_replays.py --out data/checks/graph_replays.json
+    python scripts/graph_replays.py --out data/graphs/h200_replays.json
 
 The graph holds what an engine's would: SGLang's metadata converted into a batch at capacity, the
-tree mask packed to bits from its flat buffer, then the attention. Every replay gets other lengths, trees, slots, padded requests (length 1,
-slot 0) and queries in the same buffers, outputs and workspace filled with NaN. Each must give
-the bits of an eager call on the same buffers; a sample is compared with the float64 oracle.
+tree mask packed to bits from its flat buffer, then the attention. Every replay gets other lengths,
+trees, slots, padded requests (length 1, slot 0) and queries in the same buffers, outputs and
+workspace filled with NaN. Each must give the bits of an eager call on the same buffers; a sample
+is compared with the float64 oracle.
 On the CPU, `--device cpu`, nothing is captured: that tries the script, not the kernel.
 """
 
@@ -159,7 +160,8 @@ def main(argv: list[str] | None = None) -> int:
                 wrong.append(i)
     on_gpu = args.device.startswith("cuda")
     record = {
-        "replays": done, "wanted": args.replays, "captured": on_gpu, "differ_from_eager": len(differ),
+        "replays": done, "wanted": args.replays, "captured": on_gpu,
+        "differ_from_eager": len(differ),
         "compared_with_oracle": sampled, "differ_from_oracle": len(wrong),
         "worst_relative_error": worst if np.isfinite(worst) else str(worst),
         "first_differing": differ[:10], "first_wrong": wrong[:10], "seed": seed,

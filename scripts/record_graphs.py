@@ -139,11 +139,11 @@ def last_slot(slots: int = 3_728_271 + 100, device: str = "cuda", backend: str =
     call = {"q": torch.randn(len(tree), 8, 576, generator=generator, device=device).bfloat16(),
             "sm_scale": SM_SCALE, "layout": KVLayout.LATENT_FIRST}
     results = []
-    for kv_pool, first, backend in ((pool, slots - count, backend), (rows, 0, "reference")):
+    for kv_pool, first, by in ((pool, slots - count, backend), (rows, 0, "reference")):
         batch = VerifyBatch.from_requests(
             [tree], [drafts], [np.arange(first, first + drafts)],
             draft_slots=[np.arange(first + drafts, first + count)], device=device)
-        results.append(verify_attention(kv_pool=kv_pool, batch=batch, backend=backend, **call))
+        results.append(verify_attention(kv_pool=kv_pool, batch=batch, backend=by, **call))
     error = relative_error(results[0][0], results[1][0].double())
     return {"elements": pool.numel(), "last_slot": slots - 1, "relative_error": error,
             "passed": bool(pool.numel() > 2**31 and error < 0.01)}

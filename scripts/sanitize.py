@@ -1,6 +1,6 @@
 """Runs the kernel under NVIDIA's compute-sanitizer on a grid of small shapes.
 
-    python scripts/sanitize.py --out data/checks/sanitizer.json
+    python scripts/sanitize.py --out data/sanitizer/h200.json
 
 Each tool (memcheck, racecheck, initcheck, synccheck) watches one process that goes through all
 shapes: heads, draft nodes and prefix lengths, chosen to fill tiles exactly, to leave them almost

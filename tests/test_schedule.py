@@ -11,7 +11,6 @@ from mla_kernels import build, schedule, source, synthetic
 from mla_kernels.reference import attend, relative_error
 from mla_kernels.tree import chain
 
-
 #: What the arithmetic of schedule.cuh stands on: the sums over requests that a warp makes there.
 HOST = r"""
 #include <algorithm>
