@@ -3,9 +3,9 @@
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
 ``source``, ``schedule``, ``cuda``, ``triton``, ``attention``, ``check``, ``records``,
-``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``,
-``autotune``, ``figures``, ``figures_speed``, ``figures_limits``, ``figures_evidence``,
-``figures_graphs``, ``widgets``.
+``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
+``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``, ``figures_limits``,
+``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
 """
 
 import importlib
