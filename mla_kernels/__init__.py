@@ -4,7 +4,8 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
 ``cuda``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
 ``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``figures``,
-``figures_speed``, ``figures_evidence``, ``widgets``.
+``figures_speed``, ``figures_evidence``, ``widgets``,
+``labs``.
 """
 
 import importlib
