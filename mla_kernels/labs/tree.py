@@ -193,7 +193,7 @@ def lab(folder: str | Path = ".") -> Explorer:
         batch, _ = marshalled(tree, context, page_size)
         return figures.png(picture(tree, context)), arrays(batch)
 
-    wide = ipywidgets.Layout(width="520px")
+    wide = {"width": "520px"}
     explorer = explore(
         draw, height=HEIGHT,
         family=ipywidgets.Dropdown(options=list(FAMILIES), value="DDTree", description="family"),

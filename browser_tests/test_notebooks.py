@@ -1,0 +1,103 @@
+"""Each notebook, run in a browser as a reader would, and the labs with their controls moved."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import ROOT
+
+NOTEBOOKS = sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+class Lab:
+    """The output of the cell that made a lab, its controls found by their labels."""
+
+    def __init__(self, notebook, beginning: str) -> None:
+        self.page = notebook.page
+        self.area = notebook.cell(beginning).locator(".jp-OutputArea-output").first
+        self.area.wait_for()
+        self.area.scroll_into_view_if_needed()
+
+    def control(self, label: str):
+        return self.area.locator(".jupyter-widgets:visible", has=self.page.locator(
+            f".widget-label:text-is('{label}')")).last
+
+    def picture(self) -> str:
+        return self.area.locator("img").first.get_attribute("src")
+
+    def text(self) -> str:
+        return self.area.inner_text()
+
+    def changes(self, act, what=None, seconds: float = 30) -> None:
+        """Does something and waits until the picture, or what is named, is another."""
+        what = what or self.picture
+        before = what()
+        act()
+        for _ in range(int(10 * seconds)):
+            if what() != before:
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"nothing changed within {seconds} s")
+
+    def wait_for(self, text: str, seconds: float = 30) -> None:
+        self.area.get_by_text(text).first.wait_for(timeout=1000 * seconds)
+
+    def slide(self, label: str, key: str = "ArrowRight", times: int = 1) -> None:
+        handle = self.control(label).locator(".noUi-handle")
+        handle.focus()
+        for _ in range(times):
+            self.page.keyboard.press(key)
+
+    def type(self, label: str, value: str, *, done: str = "Enter") -> None:
+        """Types over a slider's number, or into a field."""
+        control = self.control(label)
+        readout = control.locator(".widget-readout, input, textarea").first
+        readout.click()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(value)
+        self.page.keyboard.press(done)
+
+    def choose(self, label: str, value: str) -> None:
+        self.control(label).locator("select").select_option(label=value)
+
+    def press(self, label: str) -> None:
+        self.area.get_by_role("button", name=label).click()
+
+
+@pytest.mark.parametrize("name", [n for n in NOTEBOOKS if "_lab" not in n and "_advisor" not in n])
+def test_runs_without_problems(open_notebook, name):
+    notebook = open_notebook(name)
+    notebook.run_all()
+    notebook.screenshot(name)
+    assert notebook.problems() == []
+
+
+def test_tree_lab(open_notebook):
+    notebook = open_notebook("09_tree_lab")
+    notebook.run_all()
+    assert notebook.problems() == []
+    lab = Lab(notebook, "tree_lab.lab(")
+    height = lab.area.bounding_box()["height"]
+    assert "[27, 1]" in lab.text()                       # mask_bits: 3 + 24 nodes
+    lab.changes(lambda: lab.slide("nodes"))
+    lab.wait_for("[28, 1]")
+    lab.changes(lambda: lab.type("nodes", "1024"))
+    lab.wait_for("[1027, 32]")
+    notebook.screenshot("09_tree_lab_1024", lab.area)
+    lab.changes(lambda: lab.slide("best token", "ArrowLeft", 3))
+    lab.changes(lambda: lab.choose("family", "EAGLE"))
+    lab.changes(lambda: lab.slide("topk"))
+    lab.changes(lambda: lab.choose("family", "parents"))
+    lab.changes(lambda: lab.type("list", "[-1, 0, 0, 0]", done="Tab"))
+    lab.wait_for("[7, 1]")
+    picture = lab.picture()
+    lab.type("list", "[-1, 7]", done="Tab")
+    lab.wait_for("parents[1] must be in 0 .. 0")         # said, and the picture stays
+    assert lab.picture() == picture
+    lab.type("list", "[-1, 0, 1]", done="Tab")
+    lab.wait_for("[6, 1]")
+    lab.type("marginals from a file", "nothing.npy")
+    lab.wait_for("must name a .npy or .npz file")
+    lab.type("marginals from a file", " ")
+    assert abs(lab.area.bounding_box()["height"] - height) < 120   # nothing jumps
+    notebook.screenshot("09_tree_lab", lab.area)
+    assert notebook.problems() == []
