@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -19,7 +19,11 @@ from ..figures import (
     WIDTH,
     _draw_mask,
     _draw_tree,
+    _grid,
+    _new_figure,
     _node_size,
+    _note,
+    _styled,
     _tint,
     bytes_text,
 )
@@ -104,4 +108,45 @@ def tree_overview(one: DraftTree, masks: Mapping[str, int | None], *, title: str
     for side in ("bottom", "left"):
         bottom.spines[side].set_visible(False)
     bottom.set_title("Bytes of the mask of one request (logarithmic)")
+    return figure
+
+
+@_styled
+def budget(
+    lines: Mapping[str, Sequence[tuple[int, float]]], plain: float, *, best: tuple[int, float],
+    title: str = "", note: str = "",
+) -> Figure:
+    """Tokens a second against the node budget.
+
+    Args:
+        lines: for ``tree`` and ``chain`` the points (nodes, tokens a second).
+        plain: tokens a second without speculation.
+        best: the tree's best point, marked.
+    """
+    figure, ax = _new_figure(3.7)
+    looks = {"tree": (COLOR["latent"], "-"), "chain": (COLOR["wrong"], (0, (5, 2)))}
+    for name, points in lines.items():
+        if points:
+            color, dashes = looks[name]
+            x, y = zip(*points, strict=True)
+            ax.plot(x, y, color=color, linestyle=dashes, label=name,
+                    marker="o" if len(points) < 12 else None)
+    ax.axhline(plain, color=COLOR["muted"], linewidth=1.2, linestyle=(0, (1, 2)),
+               label="no speculation")
+    ax.plot(*best, "o", markersize=10, markerfacecolor="none", markeredgecolor=COLOR["ink"],
+            markeredgewidth=1.6)
+    ax.annotate(f"best tree: {best[0]} nodes, {best[1]:,.0f}/s", best, xytext=(0, 11),
+                textcoords="offset points", ha="center", fontsize=9)
+    ax.set_xscale("log", base=2)
+    high = max(n for points in lines.values() for n, _ in points)
+    ticks = [2**k for k in range(1, 11) if 2**k <= high]
+    ax.set_xticks(ticks, [str(t) for t in ticks])
+    ax.minorticks_off()
+    top = max([plain, *(y for points in lines.values() for _, y in points)])
+    ax.set(xlabel="nodes, the root included", ylabel="expected tokens a second",
+           ylim=(0, 1.2 * top), title=title)
+    ax.legend(loc="lower right", ncols=3)
+    _grid(ax)
+    if note:
+        _note(ax, note, below=38)
     return figure
