@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SCREENSHOTS
 
 NOTEBOOKS = sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb"))
 
@@ -36,6 +36,7 @@ class Lab:
             if what() != before:
                 return
             self.page.wait_for_timeout(100)
+        self.page.screenshot(path=SCREENSHOTS / "failed.png")
         raise AssertionError(f"nothing changed within {seconds} s")
 
     def wait_for(self, text: str, seconds: float = 30) -> None:
