@@ -336,6 +336,7 @@ def _compile(name: str, arch: str, toolkit: Toolkit, final: Path, verbose: bool)
 SASS_GROUPS = {
     "HMMA": "tensor-core multiplies",
     "LDSM": "ldmatrix",
+    "UBLKCP": "bulk copies",
     "LDGSTS": "cp.async",
     "BAR": "block barriers",
     "MUFU": "exponentials and the like",
@@ -407,30 +408,29 @@ def _run(command: Sequence[object], what: str) -> str:
     return done.stdout + done.stderr
 
 
-def _dynamic_smem(toolkit: Toolkit, arch: str, folder: Path) -> dict[int, int]:
-    """Shared memory that a launch asks for, by rows of a tile: the source's own constants,
-    read back from the compiler rather than repeated here."""
+def _dynamic_smem(toolkit: Toolkit, arch: str, folder: Path) -> dict[str, int]:
+    """Shared memory that a launch asks for, by kernel and rows of a tile or warps a fragment:
+    the source's own constants, read back from the compiler rather than repeated here."""
     probe = folder / "smem.cu"
-    probe.write_text('#include "tree_verify.cuh"\n' + "".join(
-        f"__device__ int smem_{m} = mla::VerifyConfig<__half, {m}>::kSmemBytes;\n"
-        for m in TILE_ROWS))
+    probe.write_text('#include "tree_verify.cuh"\nusing namespace mla;\n' + "".join(
+        f"__device__ int smem_tree_verify_{m} = VerifyConfig<__half, {m}>::kSmemBytes;\n"
+        for m in TILE_ROWS) + "".join(
+        f"__device__ int smem_combine_{n} = Combine<VerifyConfig<__half, 16>, {n}>::kSmemBytes;\n"
+        for n in COMBINE_SPLITS))
     out = folder / "smem.ptx"
     _run([toolkit.nvcc, *NVCC_FLAGS, "-I", CSRC, f"-arch=compute_{arch[3:]}", "-ptx", probe,
           "-o", out], "nvcc")
-    found = re.findall(r"smem_(\d+) = (\d+)", out.read_text())
-    return {int(m): int(value) for m, value in found}
+    text = out.read_text()        # zero is what PTX leaves out
+    return {name: int(re.search(rf"smem_{name} = (\d+)", text)[1])
+            if f"smem_{name} = " in text else 0
+            for name in re.findall(r"smem_(\w+)", text)}
 
 
 #: Query rows of the kernel's tile shapes; launch.cuh instantiates them.
 TILE_ROWS = (16, 32, 64)
 
-#: Work groups a combine may have to merge, and so its shared memory: 64 bytes each.
-MAX_GROUPS = 512
-
-
-def _combine_smem(split: int) -> int:
-    """Combine::smem_bytes of combine.cuh for the most work groups."""
-    return (8 * 8 * 32 * 4 if split > 1 else 0) + 64 * MAX_GROUPS
+#: Warps that may share out a fragment's partial results in a combine; likewise.
+COMBINE_SPLITS = (1, 4, 8)
 
 
 def report(arch: str = "sm_120") -> list[KernelReport]:
@@ -465,7 +465,7 @@ def report(arch: str = "sm_120") -> list[KernelReport]:
             found = re.search(pattern, text)
             return int(found[1]) if found else 0
 
-        dynamic = smem[rows] if kernel == "tree_verify" else _combine_smem(split)
+        dynamic = smem[f"{kernel}_{rows if kernel == 'tree_verify' else split}"]
         reports.append(KernelReport(
             kernel=kernel, dtype=dtype, rows=rows, split=split, arch=arch,
             registers=number(r"Used (\d+) registers"),
@@ -496,7 +496,7 @@ def _count_sass(text: str) -> dict[str, dict[str, int]]:
 
 def format_report(reports: Sequence[KernelReport]) -> str:
     """The reports as a text table."""
-    columns = ("registers", "spill B", "smem B", "HMMA", "LDSM", "LDGSTS", "BAR", "total")
+    columns = ("registers", "spill B", "smem B", "HMMA", "LDSM", "UBLKCP", "BAR", "total")
     width = max(len(r.name) for r in reports)
     lines = [f"{'kernel':{width}}" + "".join(f"{c:>10}" for c in columns)]
     for r in reports:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from . import build, cuda
 from . import tree as trees
 from .attention import choose_backend, verify_attention
 from .batch import VerifyBatch
@@ -197,14 +198,21 @@ def compare(case: Case, out: torch.Tensor, lse: torch.Tensor) -> Errors:
     return Errors(relative_error(out, exact), row, lse_error, padding)
 
 
-def run(case: Case, backend: str) -> Errors:
-    """Runs a case into poisoned outputs and compares."""
+def random_plan(seed: int) -> dict[str, int]:
+    """Overrides of :func:`mla_kernels.cuda.plan`: any tile, any split of the work, any merge."""
+    rng = np.random.default_rng([seed, 1])
+    return {"rows": int(rng.choice(build.TILE_ROWS)), "groups": int(2 ** rng.uniform(0, 8)),
+            "combine_split": int(rng.choice(build.COMBINE_SPLITS))}
+
+
+def run(case: Case, backend: str, **how: bool) -> Errors:
+    """Runs a case into poisoned outputs and compares. ``how``: ``batch_invariant``."""
     a = case.arguments
     latent = a["q"] if isinstance(a["q"], torch.Tensor) else a["q"][0]
     out = torch.full((*latent.shape[:2], a["layout"].kv_lora_rank), torch.nan, dtype=latent.dtype,
                      device=latent.device)
     lse = torch.full(latent.shape[:2], torch.nan, dtype=torch.float32, device=latent.device)
-    verify_attention(out=out, lse=lse, backend=backend, **a)
+    verify_attention(out=out, lse=lse, backend=backend, **a, **how)
     return compare(case, out, lse)
 
 
@@ -222,11 +230,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-nodes", type=int, default=128)
+    parser.add_argument("--every-plan", action="store_true",
+                        help="launch each case by a random plan instead of the policy's")
     parser.add_argument("--out", type=Path, help="write a JSON summary here")
     args = parser.parse_args(argv)
     if args.device == "cpu" and args.backend == "cuda":
         print("error: backend cuda needs a CUDA device, and there is none here; see --backend "
               "triton or reference", file=sys.stderr)
+        return 2
+    if args.every_plan and args.backend != "cuda":
+        print("error: --every-plan is of --backend cuda", file=sys.stderr)
         return 2
     first = args.seed if args.seed is not None else int(np.random.SeedSequence().entropy % 2**31)
     failed, worst = [], {"out": 0.0, "row": 0.0, "lse": 0.0}
@@ -236,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         a = case.arguments
         latent, rope = (a["layout"].split(a["q"]) if isinstance(a["q"], torch.Tensor) else a["q"])
         backends.add(choose_backend(latent, rope, args.backend))
-        errors = run(case, args.backend)
+        with cuda.launch_as(**random_plan(seed) if args.every_plan else {}):
+            errors = run(case, args.backend)
         for name in worst:
             worst[name] = max(worst[name], getattr(errors, name))
         if not errors.passed:
@@ -247,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cases": args.cases, "failed": len(failed), "first_seed": first,
         "backend": sorted(backends), "worst": _finite(worst),
         "tolerance": {"out": OUT_TOLERANCE, "row": ROW_TOLERANCE, "lse": LSE_TOLERANCE},
-        "max_nodes": args.max_nodes,
+        "max_nodes": args.max_nodes, "every_plan": args.every_plan,
         "device": local_gpu().name if on_gpu else "CPU", "failures": failed[:20],
     } | provenance()
     print(f"{args.cases - len(failed)} of {args.cases} cases passed on {summary['device']} with "

@@ -19,6 +19,7 @@ class CheckRecord:
     """One run of random cases against the float64 oracle.
 
     Args:
+        every_plan: each case was launched by a plan drawn at random.
         worst, tolerance: by ``out``, ``row`` and ``lse``; see ``mla_kernels.check``.
         origin: device, driver, versions, commit and date, as far as the file has them.
     """
@@ -31,19 +32,22 @@ class CheckRecord:
     tolerance: dict[str, float]
     max_nodes: int
     origin: dict[str, str]
+    every_plan: bool = False
 
     @property
     def command(self) -> str:
         """What repeats the run, on such a machine."""
         return (f"python -m mla_kernels.check --cases {self.cases} --seed {self.first_seed} "
-                f"--backend {','.join(self.backend)} --max-nodes {self.max_nodes}")
+                f"--backend {','.join(self.backend)} --max-nodes {self.max_nodes}"
+                + " --every-plan" * self.every_plan)
 
     def __str__(self) -> str:
         o = self.origin
         where = ", ".join(f"{label} {o[key]}" for key, label in (
             ("driver", "driver"), ("cuda", "CUDA"), ("torch", "torch"), ("commit", "commit"))
             if o.get(key))
-        return (f"{self.cases - self.failed} of {self.cases} random cases passed on "
+        how = ", each by a random launch plan," if self.every_plan else ""
+        return (f"{self.cases - self.failed} of {self.cases} random cases{how} passed on "
                 f"{o.get('device', 'an unknown device')} with {', '.join(self.backend)} on "
                 f"{o.get('date', 'an unknown date')}\n({where})")
 
@@ -64,6 +68,7 @@ def load(path: Path | str) -> CheckRecord:
             max_nodes=int(data["max_nodes"]),
             origin={k: str(data[k]) for k in ("device", "driver", "cuda", "torch", "commit",
                                               "date") if data.get(k)},
+            every_plan=bool(data.get("every_plan", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a record of mla_kernels.check "

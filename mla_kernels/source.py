@@ -29,6 +29,7 @@ REGIONS = {
     "kRescale": "rescale factors",
     "kChanged": "rescale flags",
     "kBarriers": "barriers",
+    "kSources": "addresses",
     "kWalk": "share",
 }
 
@@ -217,7 +218,7 @@ def report_table(reports: Sequence[build.KernelReport]) -> pd.DataFrame:
     """What :func:`build.format_report` prints, as a table for a notebook."""
     rows = {_name(r): {"registers": r.registers, "spills, B": r.spill_bytes,
                      "shared memory, B": f"{r.smem_bytes:,}",
-                     **{name: r.sass.get(name, "–") for name in ("HMMA", "LDSM", "LDGSTS", "BAR")},
+                     **{name: r.sass.get(name, "–") for name in ("HMMA", "LDSM", "UBLKCP", "BAR")},
                      "all instructions": r.sass.get("total", "–")} for r in reports}
     return pd.DataFrame.from_dict(rows, orient="index")
 

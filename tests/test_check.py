@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_kernels import check
+from mla_kernels import build, check
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.check import Case, Errors, compare, random_case, random_tree
 from mla_kernels.layout import KVLayout, pool_rows
@@ -275,3 +275,13 @@ def test_command_line_reports_failures(tmp_path, capsys, seed, monkeypatch):
     assert summary["failed"] == 2
     assert [failure["seed"] for failure in summary["failures"]] == [seed, seed + 1]
     assert summary["failures"][0]["case"] == real(seed, **{"max_nodes": 128, **SMALL}).text
+
+
+def test_random_plans_cover_every_configuration(seed, capsys):
+    plans = [check.random_plan(seed + i) for i in range(300)]
+    assert {(p["rows"], p["combine_split"]) for p in plans} == {
+        (rows, split) for rows in build.TILE_ROWS for split in build.COMBINE_SPLITS}
+    assert min(p["groups"] for p in plans) <= 2 and max(p["groups"] for p in plans) > 100
+    assert check.random_plan(seed) == plans[0]
+    assert check.main(["--every-plan", "--backend", "reference"]) == 2
+    assert "--every-plan is of --backend cuda" in capsys.readouterr().err

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mla_kernels import build, check, cuda, tree
+from mla_kernels import build, check, cuda, schedule, tree
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.cuda import plan, verify_attention_cuda
+from mla_kernels.graphs import capture
 from mla_kernels.layout import KVLayout, pool_rows
 
 LATENT_FIRST, ROPE_FIRST = KVLayout.LATENT_FIRST, KVLayout.ROPE_FIRST
@@ -36,18 +37,35 @@ def test_any_capacities_give_a_launch(rng):
         most = heads * q_len
         assert p.rows in build.TILE_ROWS, capacities
         assert (p.row_tiles - 1) * p.rows < most <= p.row_tiles * p.rows, capacities
-        # The smallest tile that holds the rows of a request, else the largest.
-        smaller = [r for r in build.TILE_ROWS if r < p.rows]
-        assert all(r < most for r in smaller), capacities
-        assert p.rows >= min(most, max(build.TILE_ROWS)), capacities
+        # A tile is no larger than what holds the rows of a request.
+        assert all(r < most for r in build.TILE_ROWS if r < p.rows), capacities
         tiles = bs * -(-(kv_len + q_len) // cuda.TILE_TOKENS)
-        assert 1 <= p.groups <= min(tiles, build.MAX_GROUPS), capacities
+        assert 1 <= p.groups <= min(tiles, cuda.MAX_GROUPS), capacities
+        assert (tiles + 1) * p.groups < 2**32, capacities  # group_of() of the schedule
         assert p.groups == 1 or p.row_tiles * p.groups <= 4 * sms, capacities
-        assert p.combine_split in (1, 4, 8), capacities
+        assert p.combine_split in build.COMBINE_SPLITS, capacities
         # A grid's second dimension, and that of the combine's first.
         assert p.groups <= 65_535 and p.row_tiles * 4 * 32 < 2**31
-        if p.fused:  # blocks wait for one another: all must be running, one on each SM
-            assert 1 < p.groups and p.row_tiles * p.groups <= sms, capacities
+
+
+def test_large_problems_take_large_tiles_and_small_ones_small():
+    assert plan(8, 1, 8, 131_072, 132).rows == 64
+    assert plan(8, 64, 8, 4096, 132).rows == 64
+    assert plan(8, 1, 8, 256, 132).rows == 16          # 36 blocks instead of 9
+    assert plan(4, 64, 4, 8192, 132).rows == 16        # and none larger than a request
+    assert plan(8, 8, 4, 16_384, 132).rows == 32
+
+
+@pytest.mark.parametrize("row_tiles", range(1, 100))
+def test_more_rows_are_planned_to_take_as_long(row_tiles):
+    """No row tile makes a launch much quicker by being there: 19 row tiles in four waves took
+    1.5 times as long as 20 in one."""
+    def tiles_in_a_row(row_tiles):
+        p = plan(64, 1, row_tiles, 3072 - row_tiles, 132, rows=64)
+        waves = -(-p.row_tiles * p.groups // 132)
+        return waves * (cuda.START_US[64] + -(-97 // p.groups) * cuda.TILE_US[64])
+
+    assert tiles_in_a_row(row_tiles) <= 1.1 * tiles_in_a_row(row_tiles + 1)
 
 
 def test_workspace_holds_all_partials(rng):
@@ -86,11 +104,26 @@ def test_the_plan_is_one_of_capacities_alone(monkeypatch):
     assert cuda.plan_for(batch, 8, torch.device("cuda", 0), groups=7).groups == 7
 
 
+def test_a_batch_invariant_plan(rng):
+    """Rows and merging are the same whatever the capacities; every chunk has its place."""
+    for _ in range(1000):
+        heads, bs, q_len, kv_len, sms = capacities = random_capacities(rng)
+        p = plan(*capacities, batch_invariant=True)
+        assert (p.rows, p.combine_split) == (64, 8)
+        assert p.batch_invariant and not plan(*capacities).batch_invariant
+        tiles = -(-(kv_len + q_len) // cuda.TILE_TOKENS)
+        lengths = [tiles, *map(int, rng.integers(1, tiles + 1, 5))]
+        assert p.chunks >= bs * max(map(schedule.chunks_of, lengths))
+        assert p.groups <= min(p.chunks, cuda.MAX_GROUPS)
+        assert p.partials == p.chunks * p.row_tiles
+        assert p.workspace_bytes == p.partials * 64 * (1024 + 4)
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"rows": 48}, r"rows must be one of \(16, 32, 64\); got 48"),
     ({"rows": 128}, r"rows must be one of \(16, 32, 64\); got 128"),
-    ({"groups": 0}, r"groups must be in 1 .. 512; got 0"),
-    ({"groups": 513}, r"groups must be in 1 .. 512; got 513"),
+    ({"groups": 0}, r"groups must be in 1 .. 1024; got 0"),
+    ({"groups": 1025}, r"groups must be in 1 .. 1024; got 1025"),
 ], ids=str)
 def test_refused_overrides(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -100,21 +133,29 @@ def test_refused_overrides(changes, message):
 def test_overrides_are_followed(rng):
     for _ in range(100):
         capacities = random_capacities(rng)
-        rows, groups = int(rng.choice(build.TILE_ROWS)), int(rng.integers(1, 513))
-        p = plan(*capacities, rows=rows, groups=groups, fused=False)
-        assert (p.rows, p.groups, p.fused) == (rows, groups, False)
+        rows, groups = int(rng.choice(build.TILE_ROWS)), int(rng.integers(1, 1025))
+        p = plan(*capacities, rows=rows, groups=groups)
+        assert (p.rows, p.groups) == (rows, groups)
         assert (p.row_tiles - 1) * rows < capacities[0] * capacities[2] <= p.row_tiles * rows
 
 
-def test_shared_memory_of_the_combine():
-    """A weight for each of 16 rows of each group, and the sums of 8 warps: within the 48 KB that
-    a kernel has without asking. The source says the same."""
-    text = build.sources()["combine.cuh"]
-    assert "kSumBytes + groups * 16 * 4" in text
-    assert "kSplit > 1 ? kWarps * 8 * 32 * 4 : 0" in text
-    for split in (1, 4, 8):
-        assert build._combine_smem(split) == (8192 if split > 1 else 0) + 512 * 64
-        assert build._combine_smem(split) <= 49_152
+def test_groups_that_the_device_cannot_count():
+    """The kernel multiplies tiles by groups in 32 bits: 2,000 requests of a million rows leave
+    room for fewer groups than multiprocessors."""
+    p = plan(8, 2000, 1, 1_000_000, 132)
+    assert 50 < p.groups < 132 // 1 and (2000 * 31_251 + 1) * p.groups < 2**32
+    with pytest.raises(ValueError, match=f"groups must be in 1 .. {p.groups}; got 132"):
+        plan(8, 2000, 1, 1_000_000, 132, groups=132)
+
+
+@pytest.mark.parametrize("shape, split", [
+    ((8, 1, 1, 16384), 8),     # one request's 32 fragments, 132 partials each
+    ((8, 1, 16, 16384), 4),    # two row tiles: 256 fragments, 66 partials
+    ((8, 8, 8, 16384), 1),     # 1,024 fragments, 16 partials: a warp each
+], ids=str)
+def test_warps_a_fragment(shape, split):
+    heads, bs, q_len, kv_len = shape
+    assert plan(heads, bs, q_len, kv_len, 132).combine_split == split
 
 
 def test_constants_are_the_sources():
@@ -213,7 +254,8 @@ def test_parameters(kernel, layout, dtype, in_pool, apart):
     assert p.draft_row_stride == (0 if in_pool else 2048)
     assert p.latent_offset == (0 if layout is LATENT_FIRST else 128)
     assert (p.num_heads, p.batch_size, p.page_shift, p.mask_words) == (12, 2, 4, 2)
-    assert (p.groups, p.row_tiles, p.fused) == (launch.groups, launch.row_tiles, launch.fused)
+    assert (p.groups, p.row_tiles) == (launch.groups, launch.row_tiles)
+    assert p.batch_invariant is False
     assert p.logit_scale == pytest.approx(0.15) and (p.logit_cap, p.value_scale) == (30.0, 2.0)
     assert vars(how) == {"rows": launch.rows, "half": dtype == torch.float16, "dependent": True,
                          "combine_split": launch.combine_split, "stream": 0xABC0}
@@ -235,6 +277,12 @@ def test_a_given_launch_and_an_own_workspace(kernel):
     ((p, how),) = kernel
     assert (p.groups, how.rows, how.combine_split) == (3, 64, 4)
     assert p.partial_lse - p.partial_out == launch.partial_out_bytes
+
+
+def test_batch_invariant_is_passed_on(kernel):
+    small_call(batch_invariant=True)
+    ((p, how),) = kernel
+    assert p.batch_invariant is True and (how.rows, how.combine_split) == (64, 8)
 
 
 def test_a_workspace_too_small(kernel):
@@ -261,8 +309,8 @@ def test_kernel_matches_the_oracle(seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", build.TILE_ROWS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_plan_gives_the_same(seed, rows, fused):
+@pytest.mark.parametrize("split", build.COMBINE_SPLITS)
+def test_every_plan_gives_the_same(seed, rows, split):
     """However a call is laid out: the result is within rounding of the oracle's."""
     case = check.random_case(seed, device="cuda", max_heads=16, max_nodes=8, max_requests=4)
     a = dict(case.arguments)
@@ -271,10 +319,8 @@ def test_every_plan_gives_the_same(seed, rows, fused):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for groups in (1, 2, 7, 30):
         launch = plan(latent.shape[1], batch.batch_size, batch.max_q_len, batch.max_kv_len, sms,
-                      rows=rows, groups=groups, fused=False)
-        if fused and (groups == 1 or launch.row_tiles * groups > sms):
-            continue
-        launch = dataclasses.replace(launch, fused=fused)
+                      rows=rows, groups=groups)
+        launch = dataclasses.replace(launch, combine_split=split)
         out = torch.full((*latent.shape[:2], 512), torch.nan, dtype=latent.dtype, device="cuda")
         lse = torch.full(latent.shape[:2], torch.nan, device="cuda")
         scalars = {"k_scale": 1.0, "v_scale": 1.0, "logit_cap": 0.0} | {
@@ -295,6 +341,33 @@ def test_same_inputs_same_bits(seed):
             again = verify_attention(**case.arguments, backend="cuda")
             assert torch.equal(first[0].view(torch.int16), again[0].view(torch.int16)), case.text
             assert torch.equal(first[1].view(torch.int32), again[1].view(torch.int32)), case.text
+
+
+@pytest.mark.gpu
+def test_batch_invariant(seed):
+    """A request alone and among others: the same bits, whatever the capacities."""
+    for draw in range(5):
+        a = dict(check.random_case(seed + draw, device="cuda", max_prefix=9000).arguments)
+        whole, q, drafts = a.pop("batch"), a.pop("q"), a.pop("draft_kv")
+        a |= {"backend": "cuda", "batch_invariant": True}
+        out, lse = verify_attention(q, batch=whole, draft_kv=drafts, **a)
+        parts = q if isinstance(q, tuple) else (q,)
+        for b in range(whole.batch_size):
+            begin, end = whole.qo_indptr[b:b + 2].tolist()
+            if begin == end:
+                continue
+            own = dataclasses.replace(
+                whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
+                kv_indptr=whole.kv_indptr[b:b + 2] - whole.kv_indptr[b],
+                kv_indices=whole.kv_indices[int(whole.kv_indptr[b]):].clone(),
+                kv_lens=whole.kv_lens[b:b + 1].clone(),
+                mask_bits=whole.mask_bits[begin:end].contiguous(), max_q_len=end - begin,
+                draft_slots=None if drafts is not None else whole.draft_slots[begin:end].clone())
+            q_own = tuple(part[begin:end] for part in parts)
+            alone = verify_attention(q_own if len(q_own) > 1 else q_own[0], batch=own,
+                                     draft_kv=None if drafts is None else drafts[begin:end], **a)
+            assert torch.equal(alone[0].view(torch.int16), out[begin:end].view(torch.int16))
+            assert torch.equal(alone[1].view(torch.int32), lse[begin:end].view(torch.int32))
 
 
 @pytest.mark.gpu
@@ -326,14 +399,7 @@ def test_graph_replay_with_other_lengths(rng, seed):
         verify_attention(q, pool, full, sm_scale=192**-0.5, draft_kv=draft_kv, out=out, lse=lse,
                          workspace=space, backend="cuda")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(out, lse)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(out, lse)
+    graph = capture(lambda: call(out, lse))
     for _ in range(20):
         batch = fresh()
         for name in ("qo_indptr", "kv_indptr", "kv_lens", "kv_indices", "mask_bits"):
@@ -356,7 +422,16 @@ def test_graph_replay_with_other_lengths(rng, seed):
         assert errors.passed, errors
 
 
-def test_plan_refuses_a_merge_that_would_wait_forever():
-    assert plan(8, 1, 8, 4096, 132, groups=132, fused=True).fused
-    with pytest.raises(ValueError, match="fused needs all 1 \\* 133 blocks running at once"):
-        plan(8, 1, 8, 8192, 132, groups=133, fused=True)
+def test_launches_follow_overrides(monkeypatch):
+    batch = VerifyBatch.from_requests([5, 2], [700, 30], [range(700), range(30)])
+    monkeypatch.setattr(cuda, "_device", lambda index: (132, "sm_90", True))
+    here = torch.device("cuda", 0)
+    usual = cuda.plan_for(batch, 8, here)
+    with cuda.launch_as(rows=16, groups=3):
+        assert cuda.plan_for(batch, 8, here) == plan(8, 2, 5, 700, 132, rows=16, groups=3)
+        with pytest.raises(ZeroDivisionError), cuda.launch_as(groups=7, combine_split=4):
+            inner = cuda.plan_for(batch, 8, here)
+            assert (inner.rows, inner.groups, inner.combine_split) == (16, 7, 4)
+            raise ZeroDivisionError
+        assert cuda.plan_for(batch, 8, here).groups == 3
+    assert cuda.plan_for(batch, 8, here) == usual

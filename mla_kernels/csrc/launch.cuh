@@ -37,7 +37,7 @@ cudaError_t launch_combine(const VerifyParams& p, const LaunchShape& shape, cuda
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.row_tiles * Combine<Config, kSplit>::kUnitsPerTile, p.batch_size);
   config.blockDim = dim3(256);
-  config.dynamicSmemBytes = Combine<Config, kSplit>::smem_bytes(p.groups);
+  config.dynamicSmemBytes = Combine<Config, kSplit>::kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = shape.dependent ? 1 : 0;
@@ -48,17 +48,17 @@ template <class Config>
 cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaStream_t stream) {
   if (cudaError_t e = allow_shared_memory<Config>()) return e;
   cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.row_tiles, p.groups);
   config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = Config::kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = p.fused ? 1 : 0;
+  config.numAttrs = shape.dependent ? 1 : 0;
   if (cudaError_t e = cudaLaunchKernelEx(&config, tree_verify<Config>, p)) return e;
-  if (p.groups == 1 || p.fused) return cudaSuccess;  // nothing to merge, or merged already
+  if (p.groups == 1 && !p.batch_invariant) return cudaSuccess;  // nothing to merge
   switch (shape.combine_split) {
     case 8: return launch_combine<Config, 8>(p, shape, stream);
     case 4: return launch_combine<Config, 4>(p, shape, stream);

@@ -124,6 +124,15 @@ __device__ __forceinline__ void smem_load(uint32_t (&x)[4], uint32_t address) {
                : "memory");
 }
 
+__device__ __forceinline__ void smem_store(uint32_t address, const void* x) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+__device__ __forceinline__ const char* smem_load_pointer(uint32_t address) {
+  const char* x;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // A struct of whole words.
 template <class T>
 __device__ __forceinline__ void smem_put(uint32_t address, const T& x) {
@@ -161,6 +170,40 @@ __device__ __forceinline__ void copy_async_16B(uint32_t smem, const void* global
 // Arrives on a barrier when all of this thread's copies so far have landed.
 __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// A run of bytes by the copy engine: a multiple of 16, as are both addresses. A barrier that
+// expects the bytes completes no phase before they have landed.
+__device__ __forceinline__ void copy_bulk(uint32_t smem, const void* global, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(smem), "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Arrives, and announces bytes that copies to come will bring.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// True in one thread of a warp that is all here. Asking this way tells the compiler that one
+// thread alone goes on, so that what it computes may lie in the warp's uniform registers, where
+// bulk copies want their operands.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t one;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(one));
+  return one;
+}
+#endif
+
+// Orders this thread's accesses to shared memory before later ones by the copy engine.
+__device__ __forceinline__ void fence_before_bulk() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 // ---- barriers in shared memory ----------------------------------------------------------

@@ -11,8 +11,6 @@
 //   O += P V     a warp takes all the team's rows and 128 of the 512 value columns
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "combine.cuh"
 #include "kv_layout.cuh"
 #include "ptx.cuh"
@@ -56,9 +54,15 @@ struct VerifyConfig {
   static constexpr int kFinishers = kTeamRows / 8;          // 2   4   4
   static constexpr int kScores = kTeamTokens / 4;           // 4   4   8   a lane
 
-  // The next tile's copies go out between the steps of the scores, where they disturb least, or
-  // as soon as their stage is free, where the time until they land is what counts.
-  static constexpr bool kCopyInScores = kSplitRows;
+  // A warp copies 4 rows of a tile: with 64 rows between the steps of the second half of the
+  // scores, where that disturbs least and the teams need not be abreast; else as soon as the
+  // stage is free, since the time until the rows land is what counts.
+  static constexpr int kCopies = kTokens / (kThreads / 32);
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kFullArrivals = 1;                   // a warp: bulk copies
+#else
+  static constexpr int kFullArrivals = 32;                  // a warp: copies of 16 bytes
+#endif
 
   // A warp's mail to the finishers: its part of their scores, a letter for each but itself, in
   // fragment order. (With 16 rows two warps send one letter, and their room for two stays.)
@@ -82,10 +86,11 @@ struct VerifyConfig {
   static constexpr int kRescale = kMail + (kMailRoom > kScratchRoom ? kMailRoom : kScratchRoom);
   static constexpr int kChanged = kRescale + kTeams * kTeamRows * 4;  // 128  256    256
   static constexpr int kBarriers = kChanged + kTeams * 16;  //     32        32        32
-  static constexpr int kWalk = kBarriers + kTeams * 5 * 8;  //     80        80        80
+  static constexpr int kSources = kBarriers + kTeams * 5 * 8;  //  80        80        80
+  static constexpr int kWalk = kSources + kTokens * 8;      //    256       256       256
   static constexpr int kSmemBytes = kWalk + sizeof(Walk);   //     56        56        56
   static_assert(kWalk % 16 == 0, "loaded in 16-byte pieces");
-  // Sum                                                      89,384    89,512    99,752
+  // Sum                                                      89,640    89,768   100,008
   static_assert(kSmemBytes <= 101376, "over the shared memory of an sm_120 block");
 };
 
@@ -93,25 +98,25 @@ struct VerifyConfig {
 // result is the same, and most tiles then scale nothing.
 constexpr float kLazyRescale = 8.f;
 
+extern __shared__ __align__(16) unsigned char dynamic_smem[];
+
 template <class Config>
 struct VerifyBlock {
   using C = Config;
   using Ops = ElementOps<typename C::Element>;
 
   const VerifyParams& p;
-  const uint32_t smem;         // base address in shared memory
   uint32_t thread;             // of the block
   uint32_t tiles_before;       // the number of the next tile
   uint32_t Q_frag[C::kTeamGroups][C::kSteps][4];
   float O_frag[C::kTeamGroups][C::kValueTiles][4];
   float row_max, row_sum;      // of the lane's softmax row; the sum is this lane's share
 
-  __device__ __forceinline__ VerifyBlock(const VerifyParams& params, unsigned char* shared)
-      : p(params),
-        smem(smem_address(shared)),
-        thread(threadIdx.x),
-        tiles_before(0) {}
+  __device__ __forceinline__ explicit VerifyBlock(const VerifyParams& params)
+      : p(params), thread(threadIdx.x), tiles_before(0) {}
 
+  // Asked anew each time: a constant, which no register need hold.
+  static __device__ __forceinline__ uint32_t smem() { return smem_address(dynamic_smem); }
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int warp() const { return thread / 32 % C::kTeamWarps; }
   __device__ __forceinline__ int team() const { return thread / C::kTeamThreads; }
@@ -128,7 +133,7 @@ struct VerifyBlock {
   // A member of Walk.
   template <class T>
   __device__ __forceinline__ T walk(int offset) const {
-    return smem_get<T>(smem + C::kWalk + offset);
+    return smem_get<T>(smem() + C::kWalk + offset);
   }
   __device__ __forceinline__ void team_sync() const {
     named_barrier_sync(1 + team(), C::kTeamThreads);
@@ -139,9 +144,9 @@ struct VerifyBlock {
   // Where teams take different tokens, each has barriers of its own for its half of a stage.
 
   __device__ __forceinline__ uint32_t KV_smem(uint32_t tile) const {
-    return smem + C::kKV + tile % C::kStages * C::kStageBytes + team_token() * kRowStride;
+    return smem() + C::kKV + tile % C::kStages * C::kStageBytes + team_token() * kRowStride;
   }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return smem + C::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return smem() + C::kBarriers + i * 8; }
   __device__ __forceinline__ int stage(uint32_t tile) const {
     return tile % C::kStages + (C::kSplitRows ? 0 : team() * C::kStages);
   }
@@ -161,40 +166,62 @@ struct VerifyBlock {
   __device__ __forceinline__ void init_barriers() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kTeams * C::kStages; ++i) {
-        barrier_init(barrier(i), C::kSplitRows ? C::kThreads : C::kTeamThreads);
+        barrier_init(barrier(i),
+                     (C::kSplitRows ? C::kTeams : 1) * C::kTeamWarps * C::kFullArrivals);
         barrier_init(barrier(C::kTeams * C::kStages + i),
                      C::kSplitRows ? C::kThreads : C::kTeamThreads);
       }
       for (int i = 0; i < C::kTeams; ++i)
         barrier_init(barrier(2 * C::kTeams * C::kStages + i), C::kTeamThreads);
     }
+    // With 16 rows two warps finish, and two of the words that all read are no one's.
+    if (C::kFinishers < C::kTeamWarps && threadIdx.x < C::kTeams * 4)
+      smem_store(smem() + C::kChanged + threadIdx.x * 4, 0u);
+    fence_before_bulk();
     __syncthreads();
   }
 
   // ---- loads ----------------------------------------------------------------------------
 
-  // A team copies half of the tile's rows: 4 a warp, 8 lanes a row, 9 chunks of 16 bytes a lane.
-  static constexpr int kCopies = kRowChunks / 8;
-  __device__ __forceinline__ int copy_row() const { return thread / 8; }
-  // The position of the lane's row of a tile (of the request's).
+  // Lane l of a warp finds where row l % kCopies of its rows comes from.
   __device__ __forceinline__ int copy_position(int tile) const {
-    return tile * C::kTokens + copy_row();
+    return tile * C::kTokens + threadIdx.x / 32 * C::kCopies + lane() % C::kCopies;
   }
-  __device__ __forceinline__ uint32_t copy_target(uint32_t tile) const {
-    return smem + C::kKV + tile % C::kStages * C::kStageBytes + copy_row() * kRowStride +
-           lane() % 8 * 16;
+  // All lanes' answers, for whichever of them copies.
+  __device__ __forceinline__ uint32_t source_smem(int row) const {
+    return smem() + C::kSources + (threadIdx.x / 32 * C::kCopies + row) * 8;
   }
-  __device__ __forceinline__ void wait_empty(uint32_t tile) const {
+  // A tile's copies: begin, each row, end. Waits until the stage's last readers are done.
+  __device__ __forceinline__ void copy_begin(uint32_t tile, const char* from) const {
+    smem_store(source_smem(lane() % C::kCopies), from);
     if (tile >= C::kStages) barrier_wait(empty(tile), parity(tile - C::kStages));
+    __syncwarp();
+#if __CUDA_ARCH__ >= 900
+    if (elect_one()) barrier_expect(full(tile), C::kCopies * kRowBytes);
+#endif
+  }
+  __device__ __forceinline__ void copy_row(uint32_t tile, int row) const {
+    const uint32_t to = smem() + C::kKV + tile % C::kStages * C::kStageBytes +
+                        (threadIdx.x / 32 * C::kCopies + row) * kRowStride;
+#if __CUDA_ARCH__ >= 900
+    if (elect_one()) copy_bulk(to, smem_load_pointer(source_smem(row)), kRowBytes, full(tile));
+#else
+    const char* from = smem_load_pointer(source_smem(row));
+    for (int chunk = lane(); chunk < kRowChunks; chunk += 32)
+      copy_async_16B(to + chunk * 16, from + chunk * 16);
+#endif
+  }
+  __device__ __forceinline__ void copy_end(uint32_t tile) const {
+#if __CUDA_ARCH__ < 900
+    copy_async_arrive(full(tile));
+#endif
   }
   __device__ __forceinline__ void copy(uint32_t tile, const char* from) const {
-    wait_empty(tile);
-    uint32_t to = copy_target(tile);
-    pin(to);
-    pin(from);
+    copy_begin(tile, from);
 #pragma unroll
-    for (int c = 0; c < kCopies; ++c) copy_async_16B(to + c * 128, from + c * 128);
-    copy_async_arrive(full(tile));
+    for (int row = 0; row < C::kCopies; ++row) copy_row(tile, row);
+    copy_end(tile);
+    __syncwarp();  // the sources are read
   }
 
   // The team's rows and a quarter of the dimensions of Q, in the order of the cache row, so that
@@ -230,7 +257,7 @@ struct VerifyBlock {
   // ... and through a scratch of this warp's own to fragments.
   __device__ __forceinline__ void queries_to_fragments(
       const uint4 (&piece)[C::kTeamGroups][kRounds][3]) {
-    const uint32_t scratch = smem + C::kMail + threadIdx.x / 32 * C::kScratchBytes;
+    const uint32_t scratch = smem() + C::kMail + threadIdx.x / 32 * C::kScratchBytes;
     const uint32_t get = scratch + lane() % 16 * C::kScratchStride + lane() / 16 * 16;
 #pragma unroll
     for (int m = 0; m < C::kTeamGroups; ++m)
@@ -260,7 +287,7 @@ struct VerifyBlock {
   }
   // The letters of a warp of the team's, by finisher, without the one to itself.
   __device__ __forceinline__ uint32_t mail(int of_warp) const {
-    return smem + C::kMail + (team() * C::kTeamWarps + of_warp) * C::kMailBytes;
+    return smem() + C::kMail + (team() * C::kTeamWarps + of_warp) * C::kMailBytes;
   }
   // Where the probabilities of finisher f lie, which alone reads the letter there before.
   __device__ __forceinline__ uint32_t prob_smem(int f) const {
@@ -268,16 +295,14 @@ struct VerifyBlock {
   }
 
   // The warp's part of the scores goes to those who finish them, 16 tokens at a time; `own` is
-  // what it finishes itself. Between the multiplies it issues its copies of a later tile (if
-  // `copy`), which spreads them over time; where from, `source()` says.
-  template <class Source>
-  __device__ __forceinline__ void scores(float (&own)[C::kScores], uint32_t tile, bool copy,
-                                         uint32_t next, Source source) {
+  // what it finishes itself. With 64 rows it copies its rows of the next tile meanwhile, if
+  // `begin()`, called half way, begins that.
+  template <class Begin>
+  __device__ __forceinline__ void scores(float (&own)[C::kScores], uint32_t tile, Begin begin) {
     const uint32_t K_smem = KV_smem(tile) + (lane() % 8 + lane() / 16 * 8) * kRowStride +
                             lane() / 8 % 2 * 16 + warp() * C::kSteps * 32;
-    uint32_t to;
-    const char* from;
-    constexpr int kAll = C::kTokenGroups * C::kSteps;
+    constexpr int kAll = C::kTokenGroups * C::kSteps, kHalf = kAll / 2;
+    bool copying = false;
     uint32_t f[2][4];          // a step's fragment is loaded during the step before
     ldmatrix(f[0], K_smem);
     // A multiply waits for the one before that adds to the same sums: four sums side by side.
@@ -295,16 +320,11 @@ struct VerifyBlock {
       if (i + 1 < kAll)
         ldmatrix(f[(i + 1) % 2], K_smem + (i + 1) / C::kSteps * 16 * kRowStride +
                                      (i + 1) % C::kSteps * 32);
-      if (C::kCopyInScores && i == 1 && copy) {    // the first multiplies are under way
-        to = copy_target(next);
-        from = source();
-        pin(to);
-        pin(from);
-        wait_empty(next);
-      }
-      if (C::kCopyInScores && i % 2 == 1 && copy) {
-        copy_async_16B(to + i / 2 * 128, from + i / 2 * 128);
-        if (i == kAll - 1) copy_async_arrive(full(next));
+      if constexpr (C::kSplitRows) {
+        static_assert(kAll - kHalf == 2 * C::kCopies + 1, "a row every other step");
+        if (i == kHalf) copying = begin();
+        if (copying && i > kHalf && (i - kHalf) % 2) copy_row(tile + 1, (i - kHalf) / 2);
+        if (copying && i == kAll - 1) copy_end(tile + 1);
       }
 #pragma unroll
       for (int m = 0; m < C::kTeamGroups; ++m) {
@@ -317,6 +337,16 @@ struct VerifyBlock {
 #pragma unroll
         for (int e = 0; e < 8; ++e) S_frag[0][e / 4][e % 4] += S_frag[1][e / 4][e % 4];
       if (t == 0 && tile > 0) barrier_wait(spent(), (tile - 1) & 1);
+      // What the warp keeps of the first 16 tokens is parked where its letters of the others
+      // will lie, for want of registers.
+      static_assert(C::kTokenGroups <= 2, "one place to park");
+      const uint32_t parked = mail(warp()) + lane() * 16 + 512;
+      if (t == 1) {
+        float first[4];
+        smem_load(first, parked);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) own[e] = first[e];
+      }
 #pragma unroll
       for (int finisher = 0; finisher < C::kFinishers; ++finisher) {
         const float(&S)[2][4] = S_frag[finisher / 2];
@@ -335,6 +365,7 @@ struct VerifyBlock {
           smem_store(letter + (finisher - 1) * C::kLetterBytes, S[0][e], S[0][e + 1], S[1][e],
                      S[1][e + 1]);
       }
+      if (t + 1 < C::kTokenGroups) smem_store(parked, own[0], own[1], own[2], own[3]);
     }
   }
 
@@ -404,11 +435,11 @@ struct VerifyBlock {
 
   // What O is multiplied by before P V is added, for each of the team's rows, ...
   __device__ __forceinline__ uint32_t rescale_smem(int row) const {
-    return smem + C::kRescale + (team() * C::kTeamRows + row) * 4;
+    return smem() + C::kRescale + (team() * C::kTeamRows + row) * 4;
   }
   // ... written only by those warps that say here that it is not 1 for all of theirs.
   __device__ __forceinline__ uint32_t changed_smem() const {
-    return smem + C::kChanged + team() * 16;
+    return smem() + C::kChanged + team() * 16;
   }
 
   // ---- O += P V -------------------------------------------------------------------------
@@ -465,7 +496,7 @@ struct VerifyBlock {
 
   // Each team's maximum and sum of a row, where the mail was.
   __device__ __forceinline__ uint32_t stats_smem(int of_team, int row) const {
-    return smem + C::kMail + (of_team * C::kTeamRows + row) * 8;
+    return smem() + C::kMail + (of_team * C::kTeamRows + row) * 8;
   }
   // A row's log2-sum-exp, and the factor that makes its share of the output of this team's sums.
   __device__ __forceinline__ float row_lse(int row, float& factor) const {
@@ -483,7 +514,7 @@ struct VerifyBlock {
     pin(thread);
     const Segment segment = walk<Segment>(offsetof(Walk, segment));
     const RequestRows rows = walk<RequestRows>(offsetof(Walk, rows));
-    const int64_t slot = partial_slot(p, blockIdx.y, blockIdx.x, segment.first);
+    const int slot = partial_slot(p, segment.owner, blockIdx.x, segment.tile_begin == 0);
     const int num_rows = rows.num_queries(p);
     __syncthreads();  // every warp has read its last probabilities, and is done with the tiles
     if (finishes()) {
@@ -497,7 +528,7 @@ struct VerifyBlock {
       const float lse = row_lse(softmax_row(), factor);
       const int row = team_row() + softmax_row();
       if (!segment.whole)
-        p.partial_lse[slot * C::kRows + row - first_row()] = lse;
+        p.partial_lse[partial_row<C>(slot, row - first_row())] = lse;
       else if (row < num_rows)
         p.lse[static_cast<int64_t>(rows.first_token) * p.num_heads + row] = lse * kLn2;
     }
@@ -510,7 +541,7 @@ struct VerifyBlock {
     }
     if constexpr (!C::kSplitRows) {  // team 0 adds what team 1 found, in fragment order
       const uint32_t at =
-          smem + C::kKV + warp() * C::kTeamGroups * C::kValueTiles * 512 + lane() * 16;
+          smem() + C::kKV + warp() * C::kTeamGroups * C::kValueTiles * 512 + lane() * 16;
       if (team() == 1) {
 #pragma unroll
         for (int m = 0; m < C::kTeamGroups; ++m)
@@ -554,7 +585,7 @@ struct VerifyBlock {
     }
   }
   // Fragments of 16 rows x 16 columns, 512 contiguous bytes: the combine reads them so.
-  __device__ __forceinline__ void store_partial(int64_t slot, int group,
+  __device__ __forceinline__ void store_partial(int slot, int group,
                                                 const float (&d)[C::kValueTiles][4]) {
     uint4* to = static_cast<uint4*>(p.partial_out) +
                 partial_fragment<C>(slot, group, warp() * C::kValueTiles / 2) + lane();
@@ -569,13 +600,14 @@ struct VerifyBlock {
 
   __device__ __forceinline__ void run(const Segment& segment) {
     pin(thread);
-    __syncthreads();  // the previous segment's last reads of shared memory are over
+    fence_before_bulk();
+    __syncthreads();  // the previous segment's last accesses to shared memory are over
     const RequestRows rows(p, segment.request);
     const int to_request = segment.tile_begin - tiles_before;
     const uint32_t end = tiles_before + segment.tile_end - segment.tile_begin;
     const uint32_t plain_end = max(0, rows.prefix_len / C::kTokens - to_request);
     if (threadIdx.x == 0)
-      smem_put(smem + C::kWalk,
+      smem_put(smem() + C::kWalk,
                Walk{{tiles_before, end, min(end, plain_end), to_request}, rows, segment});
     // The index of the row that the lane copies next, looked up a tile ahead.
     int index;
@@ -584,16 +616,14 @@ struct VerifyBlock {
 #pragma unroll
       for (int i = 0; i < C::kStages; ++i)
         indices[i] = rows.look_up(p, copy_position(tiles_before + i + to_request));
+      // Q comes while the indices do.
+      uint4 piece[C::kTeamGroups][kRounds][3];
+      fetch_queries(piece, rows);
 #pragma unroll
       for (int i = 0; i < C::kStages; ++i)
         if (const uint32_t tile = tiles_before + i; tile < end)
-          copy(tile, rows.address(p, copy_position(tile + to_request), indices[i]) +
-                         lane() % 8 * 16);
+          copy(tile, rows.address(p, copy_position(tile + to_request), indices[i]));
       index = rows.look_up(p, copy_position(tiles_before + C::kStages + to_request));
-    }
-    {
-      uint4 piece[C::kTeamGroups][kRounds][3];
-      fetch_queries(piece, rows);
       queries_to_fragments(piece);
     }
     __syncthreads();  // all warps are done with their scratch
@@ -618,20 +648,23 @@ struct VerifyBlock {
         from = rows.address(p, position, index);
         index = rows.look_up(p, position + C::kTokens);
       }
-      return from + lane() % 8 * 16;
+      return from;
     };
-    const char* noted = nullptr;  // where copies are issued at once, known a tile ahead
-    if constexpr (!C::kCopyInScores)
+    const char* noted = nullptr;  // the next source, where copies go out at once
+    if constexpr (!C::kSplitRows)
       noted = next_source(tiles_before + C::kStages, walk<Walk::Span>(offsetof(Walk, span)));
     while (true) {
       const uint32_t tile = tiles_before++;
       pin(thread);
       barrier_wait(full(tile), parity(tile));
       float s[C::kScores];
-      const auto span = walk<Walk::Span>(offsetof(Walk, span));
-      // The stage of the tile before this one takes the next.
-      scores(s, tile, tile > span.begin && tile + 1 < span.end, tile + 1,
-             [&] { return next_source(tile + 1, span); });
+      scores(s, tile, [&] {  // the stage of the tile before this one takes the next
+        pin(thread);
+        const auto span = walk<Walk::Span>(offsetof(Walk, span));
+        const bool next = tile > span.begin && tile + 1 < span.end;
+        if (next) copy_begin(tile + 1, next_source(tile + 1, span));
+        return next;
+      });
       team_sync();  // all parts of S are there
       pin(thread);
       if (finishes()) {
@@ -655,7 +688,7 @@ struct VerifyBlock {
       barrier_arrive(spent());
       barrier_arrive(empty(tile));
       const auto last = walk<Walk::Span>(offsetof(Walk, span));
-      if (!C::kCopyInScores && tile + C::kStages < last.end) {
+      if (!C::kSplitRows && tile + C::kStages < last.end) {
         copy(tile + C::kStages, noted);
         noted = next_source(tile + C::kStages + 1, last);
       }
@@ -665,55 +698,26 @@ struct VerifyBlock {
   }
 };
 
-// With few results to merge, the blocks of the verify kernel do it themselves. They wait for one
-// another, so all must be running: a cooperative launch sees to that. Not inlined: the compiler
-// would spill registers of the main loop for its sake.
-template <class Config>
-__device__ __noinline__ void merge_together(const VerifyParams& p) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  cooperative_groups::this_grid().sync();
-  using C = Combine<Config, 8>;
-  C merge{p, reinterpret_cast<float*>(smem)};
-  const int units = p.batch_size * p.row_tiles * C::kUnitsPerTile;
-  for (int unit = blockIdx.y * gridDim.x + blockIdx.x; unit < units;
-       unit += gridDim.x * gridDim.y) {
-    const int tile = unit / C::kUnitsPerTile;
-    merge.run(tile / p.row_tiles, tile % p.row_tiles, unit % C::kUnitsPerTile, [] {});
-    __syncthreads();  // shared memory is free for the next unit
-  }
-}
-
 // Grid (row_tiles, groups). Row tiles vary fastest: the blocks of one group read the same
 // cache rows at about the same time, so that all but one find them in L2.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     tree_verify(const __grid_constant__ VerifyParams p) {
-  extern __shared__ __align__(16) unsigned char smem[];
+  VerifyBlock<Config> block(p);
+  block.init_barriers();
   grid_dependency_wait();
   grid_dependency_release();
-  VerifyBlock<Config> block(p, smem);
-  block.init_barriers();
   // What can be computed again is, after each segment: while one runs, registers are scarce.
   Segment segment = {};
   while (true) {
     const Schedule<Config::kTokens> schedule(p);
-    const int tile = schedule.begin(blockIdx.y) + segment.done;
-    const int left = schedule.begin(blockIdx.y + 1) - tile;
-    if (left <= 0) break;
-    schedule.locate(p, tile, segment.request, segment.tile_begin);
-    const int request_tiles = schedule.tiles_of(p, segment.request);
-    const int count = min(request_tiles - segment.tile_begin, left);
-    segment.tile_end = segment.tile_begin + count;
-    segment.whole = count == request_tiles;
-    segment.first = segment.done == 0;
-    segment.done += count;
+    if (!schedule.next(p, blockIdx.y, segment)) break;
     // A request smaller than the largest has fewer row tiles.
     if (block.first_row() >= RequestRows(p, segment.request).num_queries(p)) continue;
     block.run(segment);
+    if (block.template walk<int>(offsetof(Walk, segment.last))) break;
     segment.done = block.template walk<int>(offsetof(Walk, segment.done));
   }
-
-  if (p.fused) merge_together<Config>(p);
 }
 
 }  // namespace mla
