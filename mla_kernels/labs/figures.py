@@ -150,3 +150,28 @@ def budget(
     if note:
         _note(ax, note, below=38)
     return figure
+
+
+@_styled
+def variants(results: Mapping[str, Mapping[str, object]]) -> Figure:
+    """Registers, spills and shared memory of built variants, the first the one to compare with;
+    and times, where there are any."""
+    kinds = ["registers", "spills, B", "shared memory, B"]
+    kinds += sorted({k for r in results.values() for k in r if k.startswith("us, ")})
+    figure, axes = _new_figure(1.1 + 0.4 * len(results), 1, len(kinds), sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        values = [float(r.get(kind, 0) or 0) for r in results.values()]
+        top = max([*values, 1.0])
+        for y, value in enumerate(values):
+            bad = kind == "spills, B" and value
+            ax.barh(y, value, height=0.6, color=COLOR["wrong"] if bad else (
+                COLOR["latent"] if y else COLOR["faint"]))
+            ax.annotate(f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", (value, y),
+                        xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        ax.set(xlim=(0, 1.5 * top), xticks=[], xlabel=kind)
+        ax.tick_params(axis="y", length=0)
+        for side in ("bottom", "left"):
+            ax.spines[side].set_visible(False)
+    axes[0].set_yticks(range(len(results)), [n.replace(": ", ":\n") for n in results])
+    axes[0].invert_yaxis()
+    return figure
