@@ -18,8 +18,8 @@ class Lab:
         self.area.scroll_into_view_if_needed()
 
     def control(self, label: str):
-        return self.area.locator(".jupyter-widgets:visible", has=self.page.locator(
-            f".widget-label:text-is('{label}')")).last
+        return self.area.locator(".widget-inline-hbox:visible", has=self.page.locator(
+            f'.widget-label:text-is("{label}")')).first
 
     def picture(self) -> str:
         return self.area.locator("img").first.get_attribute("src")
@@ -101,4 +101,54 @@ def test_tree_lab(open_notebook):
     lab.type("marginals from a file", " ")
     assert abs(lab.area.bounding_box()["height"] - height) < 120   # nothing jumps
     notebook.screenshot("09_tree_lab", lab.area)
+    assert notebook.problems() == []
+
+
+def test_budget_advisor(open_notebook):
+    notebook = open_notebook("10_budget_advisor")
+    notebook.run_all()
+    assert notebook.problems() == []
+    lab = Lab(notebook, "advisor.lab(")
+    assert "A tree of 32 nodes" in lab.text() and '"parents"' in lab.text()
+    notebook.screenshot("10_budget_advisor", lab.area)
+    lab.changes(lambda: lab.slide("best token", "ArrowLeft", 5))
+    lab.changes(lambda: lab.type("what only a tree costs, ms", "20"))
+    lab.wait_for("A tree does not pay here")
+    lab.type("tree's tokens a step", "8: 9")
+    lab.wait_for("tree's tokens must be in 1 .. 8")
+    lab.changes(lambda: lab.type("tree's tokens a step", "8: 3.2, 16: 3.3"))
+    lab.choose("heads a rank", "128")
+    lab.type("requests", "3")
+    lab.wait_for("not measured")
+    lab.changes(lambda: lab.choose("GPU", "GeForce RTX 5090 (modelled: its floor)"))
+    lab.wait_for("do not speculate")
+    notebook.screenshot("10_budget_advisor_no_tree", lab.area)
+    assert notebook.problems() == []
+
+
+def test_kernel_lab(open_notebook):
+    notebook = open_notebook("11_kernel_lab")
+    notebook.run_all()
+    assert notebook.problems() == []
+    lab = Lab(notebook, "lab = kernel_lab.lab(")
+    lab.changes(lambda: lab.choose("stages", "3"))
+    lab.wait_for("36,012 over the")
+    lab.press("Build")
+    lab.wait_for("ValueError: with 64 query rows")
+    assert "spills, B" not in lab.text()                 # nothing was built
+    notebook.screenshot("11_kernel_lab_refused", lab.area)
+    lab.changes(lambda: lab.choose("stages", "2"))
+    lab.changes(lambda: lab.choose("registers for blocks", "2"))
+    lab.slide("splits (0: planned)")
+    lab.type("splits (0: planned)", "0")
+    lab.press("Build")
+    lab.wait_for("bytes of spills", seconds=120)
+    lab.wait_for("within the limits")
+    check = lab.area.get_by_role("button", name="Check")
+    if check.is_enabled():
+        check.click()
+        lab.wait_for("passed, worst relative error", seconds=120)
+    else:
+        assert "Check: no GPU here and no emulated backend." in lab.text()
+    notebook.screenshot("11_kernel_lab", lab.area)
     assert notebook.problems() == []

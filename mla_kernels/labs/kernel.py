@@ -145,7 +145,8 @@ def refusal(variant: Variant) -> str:
         if total <= SM120_SMEM_PER_BLOCK:
             continue
         listed = " + ".join(f"{size:,} {name}" for name, size in parts.items())
-        return (f"with {rows} query rows, {listed} = {total:,} B, {total - SM120_SMEM_PER_BLOCK:,} over the "
+        return (f"with {rows} query rows, {listed} = {total:,} B, "
+                f"{total - SM120_SMEM_PER_BLOCK:,} over the "
                 f"{SM120_SMEM_PER_BLOCK:,} B of a block of sm_120")
     if variant.tile != 32:
         return (f"tile must be 32: eight warps copy four rows each, and a row's mask is a word of "
