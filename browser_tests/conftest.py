@@ -128,7 +128,7 @@ class Notebook:
         for kind in kinds:
             for one in self.page.locator(f".jp-OutputArea-output[data-mime-type='{kind}']").all():
                 found.append(one.inner_text())
-        text = self.page.locator(".jp-Notebook").inner_text()
+        text = "\n".join(self.page.locator(".jp-OutputArea-output").all_inner_texts())
         found += re.findall(r".*(?:Error displaying widget|model not found|IProgress not found).*",
                             text)
         return found
