@@ -5,7 +5,8 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``source``, ``schedule``, ``cuda``, ``triton``, ``attention``, ``check``, ``records``,
 ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
 ``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``, ``figures_limits``,
-``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
+``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``,
+``labs``.
 """
 
 import importlib
