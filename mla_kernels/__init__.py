@@ -1,10 +1,12 @@
 """A research workbook on Multi-head Latent Attention: rows, draft trees, and a verify kernel.
 
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
-``marshal``, ``reference``, ``synthetic``, ``device``, ``build``, ``source``, ``schedule``,
-``cuda``, ``emulated``, ``triton``, ``attention``, ``check``, ``records``, ``evidence``, ``doctor``,
-``ceilings``, ``workload``, ``measurements``, ``peers``, ``bench``, ``autotune``, ``figures``,
-``figures_speed``, ``figures_evidence``, ``widgets``.
+``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
+``source``, ``schedule``, ``cuda``, ``emulated``, ``triton``, ``attention``, ``check``, ``records``,
+``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
+``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``, ``figures_limits``,
+``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``,
+``labs``.
 """
 
 import importlib

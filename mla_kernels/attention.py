@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
 
 from . import cuda, emulated
 from .batch import VerifyBatch
+from .checked import check_batch
 from .layout import KVLayout, pool_rows
 from .reference import verify_attention_reference
 
@@ -32,6 +34,7 @@ def verify_attention(
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     backend: str = "auto",
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch of draft trees over a paged MLA cache, in absorbed form.
 
@@ -63,6 +66,10 @@ def verify_attention(
         backend: ``"cuda"``, ``"triton"``, ``"reference"`` (float64), or ``"auto"``: the first
             of these that can. ``"emulated"`` runs the CUDA kernel on the CPU, see
             :mod:`mla_kernels.emulated`.
+        batch_invariant: the bits of a request's result depend on that request alone, not on
+            what else is in the batch or on its capacities. Only ``"cuda"``, ``"emulated"`` and
+            ``"reference"`` can; costs time and workspace. Without it, a call with the same
+            inputs still gives the same bits every time.
 
     Returns:
         ``(out, lse)``; ``lse`` is the natural log of the sum of exponentials. A token that
@@ -71,8 +78,9 @@ def verify_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it must be, before
-            anything is launched. Values inside index tensors are not read here; see
-            :meth:`VerifyBatch.validate`.
+            anything is launched. Values inside index tensors are read only where the
+            environment has ``MLA_KERNELS_CHECKED=1``, and never under capture: see
+            :func:`mla_kernels.checked.check_batch`, which then runs first.
     """
     if not isinstance(layout, KVLayout):
         raise TypeError(f"layout must be a KVLayout; got {layout!r}")
@@ -115,6 +123,8 @@ def verify_attention(
             raise ValueError(f"{name} must be finite; got {value}")
     if logit_cap < 0:
         raise ValueError(f"logit_cap must be at least 0; got {logit_cap}")
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool; got {batch_invariant!r}")
 
     shape = (num_tokens, num_heads, layout.kv_lora_rank)
     if out is None:
@@ -126,7 +136,11 @@ def verify_attention(
     else:
         _check_result(lse, "lse", shape[:2], torch.float32, q_latent.device)
     backend = choose_backend(q_latent, q_rope, backend)
-    need = workspace_bytes(batch, num_heads, backend, layout=layout, dtype=q_latent.dtype)
+    if batch_invariant and backend == "triton":
+        raise ValueError("backend 'triton' cannot run this call: it is not batch-invariant; pass "
+                         "batch_invariant=False, or backend 'cuda' or 'reference'")
+    need = workspace_bytes(batch, num_heads, backend, layout=layout, dtype=q_latent.dtype,
+                           batch_invariant=batch_invariant)
     if workspace is None:
         workspace = torch.empty(need, dtype=torch.uint8, device=q_latent.device)
     else:
@@ -146,7 +160,7 @@ def verify_attention(
         q_latent, q_rope, rows, draft_kv, batch.qo_indptr, batch.kv_indptr, batch.kv_indices,
         batch.kv_lens, batch.mask_bits, batch.draft_slots, batch.page_size, batch.max_q_len,
         batch.max_kv_len, layout.order, float(sm_scale), float(k_scale), float(v_scale),
-        float(logit_cap), backend, out, lse, workspace,
+        float(logit_cap), backend, out, lse, workspace, batch_invariant,
     )
     return out, lse
 
@@ -154,17 +168,21 @@ def verify_attention(
 def workspace_bytes(
     batch: VerifyBatch, num_heads: int, backend: str, *,
     layout: KVLayout = KVLayout.LATENT_FIRST, dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes of ``workspace`` that a call with this batch's capacities needs.
 
     Args:
         backend: ``"cuda"``, ``"triton"`` or ``"reference"``, as :func:`choose_backend` says.
         layout: the order and widths of a row; dtype: of the queries.
+        batch_invariant: as the call will be.
     """
     if backend == "cuda":
-        return cuda.plan_for(batch, num_heads, batch.device).workspace_bytes
+        return cuda.plan_for(batch, num_heads, batch.device,
+                             batch_invariant=batch_invariant).workspace_bytes
     if backend == "emulated":
-        return emulated.plan_for(batch, num_heads).workspace_bytes
+        return emulated.plan_for(batch, num_heads,
+                                 batch_invariant=batch_invariant).workspace_bytes
     if backend == "triton":
         from . import triton
 
@@ -223,16 +241,21 @@ def _verify_attention_op(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor,
+    batch_invariant: bool = False,
 ) -> None:
     _check_addresses(q_latent=q_latent, q_rope=q_rope, kv_pool=rows, draft_kv=draft_kv, out=out,
                      workspace=workspace)
     batch = VerifyBatch(qo_indptr, kv_indptr, kv_indices, kv_lens, mask_bits, draft_slots,
                         page_size, max_q_len, max_kv_len)
     layout = KVLayout(order, q_latent.shape[-1], q_rope.shape[-1])
+    if _checked(q_latent.device):
+        check_batch(batch, rows.shape[0])
+    # The reference works on one request at a time in any case.
+    how = {"batch_invariant": True} if batch_invariant and backend != "reference" else {}
     _RUN[backend](
         q_latent, q_rope, rows, draft_kv, batch, layout=layout, sm_scale=sm_scale,
         k_scale=k_scale, v_scale=v_scale, logit_cap=logit_cap, out=out, lse=lse,
-        workspace=workspace,
+        workspace=workspace, **how,
     )
 
 
@@ -265,6 +288,12 @@ _RUN: dict[str, Callable[..., None]] = {
 
 
 # -- checks -------------------------------------------------------------------------------
+
+
+def _checked(device: torch.device) -> bool:
+    if os.environ.get("MLA_KERNELS_CHECKED") != "1":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _split_query(q: Query, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:

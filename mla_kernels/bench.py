@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from . import build, cuda, measurements
 from .attention import verify_attention, workspace_bytes
 from .device import Ceiling, attention_bytes, attention_flops, local_gpu, provenance
+from .graphs import capture
 from .peers import PEERS, Call, Prepare, Provider, Unavailable
 from .reference import relative_error
 from .workload import PRESETS, TREES, Shape, Workload, make_workload
@@ -122,16 +123,11 @@ def time_graph(work: Workload, call: Call, *, seconds: float = 0.25) -> np.ndarr
     Returns:
         One figure a replay, each the mean over the regions.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for region in range(min(3, work.regions)):
+    def calls(regions: int) -> None:
+        for region in range(regions):
             call(region)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for region in range(work.regions):
-            call(region)
+
+    graph = capture(lambda: calls(work.regions), warm_up=lambda: calls(min(3, work.regions)))
 
     def replays(count: int) -> np.ndarray:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]

@@ -205,14 +205,14 @@ def random_plan(seed: int) -> dict[str, int]:
             "combine_split": int(rng.choice(build.COMBINE_SPLITS))}
 
 
-def run(case: Case, backend: str) -> Errors:
-    """Runs a case into poisoned outputs and compares."""
+def run(case: Case, backend: str, **how: bool) -> Errors:
+    """Runs a case into poisoned outputs and compares. ``how``: ``batch_invariant``."""
     a = case.arguments
     latent = a["q"] if isinstance(a["q"], torch.Tensor) else a["q"][0]
     out = torch.full((*latent.shape[:2], a["layout"].kv_lora_rank), torch.nan, dtype=latent.dtype,
                      device=latent.device)
     lse = torch.full(latent.shape[:2], torch.nan, dtype=torch.float32, device=latent.device)
-    verify_attention(out=out, lse=lse, backend=backend, **a)
+    verify_attention(out=out, lse=lse, backend=backend, **a, **how)
     return compare(case, out, lse)
 
 

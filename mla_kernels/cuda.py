@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
 
-from . import build
+from . import build, schedule
 from .batch import VerifyBatch
 from .layout import KVLayout
 
@@ -20,6 +21,12 @@ TILE_TOKENS = 32
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+#: Microseconds until a block has its first tile and after its last, and for a tile, by rows: what
+#: version 9 takes on an H200, rounded. Only their ratios matter. On sm_120, where tensor cores
+#: are slower against memory, the ratios may be others: `mla_kernels.autotune` says.
+START_US = {16: 9.0, 32: 10.0, 64: 12.0}
+TILE_US = {16: 1.2, 32: 1.6, 64: 2.2}
 
 #: Work groups of a launch: more than four waves of any GPU's blocks would be.
 MAX_GROUPS = 1024
@@ -35,16 +42,26 @@ class LaunchPlan:
         groups: work groups that the KV tiles of the batch are shared out to, evenly. The grid
             is ``row_tiles * groups`` blocks.
         combine_split: warps that share out the partial results of one output fragment.
+        chunks: 0, or for a batch-invariant launch the most chunks that the batch can have. They
+            are shared out in the place of tiles.
     """
 
     rows: int
     row_tiles: int
     groups: int
     combine_split: int
+    chunks: int = 0
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.chunks > 0
 
     @property
     def partials(self) -> int:
-        """Partial row tiles the workspace holds: at most two a block, none for one group."""
+        """Partial row tiles the workspace holds: at most two a block, none for one group;
+        batch-invariant, one a chunk."""
+        if self.batch_invariant:
+            return self.chunks * self.row_tiles
         return 2 * self.groups * self.row_tiles if self.groups > 1 else 0
 
     @property
@@ -57,6 +74,7 @@ class LaunchPlan:
         return self.partial_out_bytes + self.partials * self.rows * 4
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(
     num_heads: int,
     batch_size: int,
@@ -67,64 +85,77 @@ def plan(
     rows: int | None = None,
     groups: int | None = None,
     combine_split: int | None = None,
+    batch_invariant: bool = False,
 ) -> LaunchPlan:
-    """Chooses a launch from capacities.
+    """Chooses a launch from capacities: of every tile and one to four waves of blocks, the one
+    that should take the least time,
 
-    Tiles have the fewest rows that hold a request's, up to 64: padding costs tensor work, and
-    a second row tile costs another pass over the cache. Then as many work groups as give each
-    multiprocessor one block; where row tiles alone exceed the multiprocessors, the number of
-    waves, up to four, that leaves the fewest of them idle at the end.
+        waves * (START_US[rows] + ceil(tiles / groups) * TILE_US[rows])
+
+    so that small problems take small tiles (more blocks, each quicker to start) and large ones
+    the largest (a second row tile is another pass over the cache), and an uneven number of row
+    tiles takes another wave only where that pays for its start.
 
     Args:
         sms: multiprocessors of the GPU.
         rows, groups, combine_split: override the choice.
+        batch_invariant: lay it out so that the bits of a request's result depend on nothing but
+            the request: 64 rows a tile whatever the largest draft, chunks of
+            :func:`mla_kernels.schedule.chunk_tiles`, 8 warps a fragment to merge them.
 
     Raises:
         ValueError: ``rows`` or ``combine_split`` is not compiled, or ``groups`` is not in
             1 .. 1024 or so many that its product with the batch's tiles does not fit the 32 bits
             in which the device computes shares (never below a billion cache rows).
     """
-    most = num_heads * max_q_len
-    if rows is None:
-        rows = next((r for r in build.TILE_ROWS if r >= most), build.TILE_ROWS[-1])
-    elif rows not in build.TILE_ROWS:
+    if rows is not None and rows not in build.TILE_ROWS:
         raise ValueError(f"rows must be one of {build.TILE_ROWS}; got {rows}")
-    row_tiles = -(-most // rows)
-    tiles = batch_size * -(-(max_kv_len + max_q_len) // TILE_TOKENS)
-    most_groups = (2**32 - 1) // (tiles + 1)
-    if groups is None:
-        best, groups = -1.0, 1
-        for waves in range(1, 5):
-            candidate = min(waves * sms // row_tiles, tiles, MAX_GROUPS, most_groups)
-            if candidate < 1:
-                continue
-            used = candidate * row_tiles
-            busy = used / (-(-used // sms) * sms)
-            # Another wave costs another prologue: take it for a gain that shows.
-            if busy > best + 0.1:
-                best, groups = busy, candidate
-        # Shares that end where requests end leave less to merge: worth a few idle blocks.
-        aligned = groups // batch_size * batch_size
-        if aligned >= 0.95 * groups:
-            groups = aligned
-    elif not 1 <= groups <= min(MAX_GROUPS, most_groups):
-        raise ValueError(f"groups must be in 1 .. {min(MAX_GROUPS, most_groups)}; got {groups}")
+    tiles = -(-(max_kv_len + max_q_len) // TILE_TOKENS)
+    chunks = batch_size * schedule.most_chunks(tiles) if batch_invariant else 0
+    units = chunks or batch_size * tiles
+    most_groups = min(MAX_GROUPS, (2**32 - 1) // (units + 1))
+    if groups is not None and not 1 <= groups <= most_groups:
+        raise ValueError(f"groups must be in 1 .. {most_groups}; got {groups}")
+    if batch_invariant:
+        rows, combine_split = rows or build.TILE_ROWS[-1], build.COMBINE_SPLITS[-1]
+
+    best = math.inf
+    for r in build.TILE_ROWS if rows is None else (rows,):
+        r_tiles = -(-num_heads * max_q_len // r)
+        for g in _group_counts(r_tiles, units, batch_size, sms) if groups is None else (groups,):
+            g = min(g, most_groups)
+            waves = -(-r_tiles * g // sms)
+            cost = waves * (START_US[r] + -(-units // g) * TILE_US[r])
+            if cost < best:
+                best, launch = cost, (r, r_tiles, g)
+    rows, row_tiles, groups = launch
     fragments = batch_size * row_tiles * (rows // 16) * (KV_LORA_RANK // 16)
     if combine_split is None:
         combine_split = _combine_split(fragments, -(-groups // batch_size), sms)
     elif combine_split not in build.COMBINE_SPLITS:
         raise ValueError(f"combine_split must be one of {build.COMBINE_SPLITS}; got "
                          f"{combine_split}")
-    return LaunchPlan(rows, row_tiles, groups, combine_split)
+    return LaunchPlan(rows, row_tiles, groups, combine_split, chunks)
+
+
+def _group_counts(row_tiles: int, units: int, batch_size: int, sms: int) -> Iterator[int]:
+    """Work groups that fill one to four waves of blocks."""
+    for waves in range(1, 5):
+        groups = max(1, min(waves * sms // row_tiles, units))
+        # Shares that end where requests end leave less to merge: worth a few idle blocks.
+        aligned = groups // batch_size * batch_size
+        yield aligned if aligned >= 0.95 * groups else groups
 
 
 def _combine_split(fragments: int, partials: int, sms: int) -> int:
     """Warps that share out a fragment's partial results: the number that makes a warp wait for
     memory least often. More warps a fragment mean fewer partials each, and fewer fragments at
-    once. ``kAhead`` of combine.cuh says how many partials a warp asks for at a time."""
+    once. combine.cuh says how many partials a warp asks for at a time (``kAhead``) and how many
+    blocks of 8 warps a multiprocessor holds."""
     def waits(split: int) -> int:
-        rounds = -(-fragments * split // (8 * sms))
-        return rounds * -(-partials // (split * (16 if split == 1 else 24)))
+        ahead, blocks = (8, 2) if split == 1 else (24, 1)
+        rounds = -(-fragments * split // (8 * blocks * sms))
+        return rounds * -(-partials // (split * ahead))
 
     return min(build.COMBINE_SPLITS, key=waits)
 
@@ -145,6 +176,11 @@ def plan_for(batch: VerifyBatch, num_heads: int, device: torch.device, **overrid
 
 #: Overrides that hold inside :func:`launch_as`.
 _forced: dict[str, int] = {}
+
+
+def overrides() -> dict[str, int]:
+    """What :func:`launch_as` holds now."""
+    return dict(_forced)
 
 
 @contextlib.contextmanager
@@ -174,6 +210,45 @@ def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
     return None
 
 
+def named_tensors(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor,
+    draft_kv: torch.Tensor | None, batch: VerifyBatch, out: torch.Tensor, lse: torch.Tensor,
+    workspace: torch.Tensor,
+) -> dict[str, torch.Tensor | None]:
+    """A call's tensors by their names in ``VerifyParams``; None for a null pointer."""
+    in_pool = batch.draft_slots is not None
+    return {
+        "q_latent": q_latent, "q_rope": q_rope, "kv_pool": rows,
+        "draft_kv": None if in_pool else draft_kv, "draft_slots": batch.draft_slots,
+        "qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr,
+        "kv_indices": batch.kv_indices, "kv_lens": batch.kv_lens, "mask_bits": batch.mask_bits,
+        "out": out, "lse": lse, "partial_out": workspace,
+    }
+
+
+def fill(
+    p, tensors: dict[str, torch.Tensor | None], batch: VerifyBatch, launch: LaunchPlan, *,
+    layout: KVLayout, sm_scale: float, k_scale: float, v_scale: float, logit_cap: float,
+) -> None:
+    """Fills in ``VerifyParams`` (params.h): :func:`named_tensors`, their strides, numbers."""
+    for name, tensor in tensors.items():
+        setattr(p, name, 0 if tensor is None else tensor.data_ptr())
+    p.partial_lse = p.partial_out + launch.partial_out_bytes
+    p.mask_words = batch.mask_bits.shape[1]
+    q_latent, q_rope = tensors["q_latent"], tensors["q_rope"]
+    size = q_latent.element_size()
+    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
+    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
+    p.kv_row_stride = size * tensors["kv_pool"].stride(0)
+    p.draft_row_stride = 0 if tensors["draft_kv"] is None else size * tensors["draft_kv"].stride(0)
+    p.num_heads, p.batch_size = q_latent.shape[1], batch.batch_size
+    p.page_shift = batch.page_size.bit_length() - 1
+    p.latent_offset = size * layout.latent_offset
+    p.groups, p.row_tiles = launch.groups, launch.row_tiles
+    p.batch_invariant = launch.batch_invariant
+    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
+
+
 def verify_attention_cuda(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
@@ -189,6 +264,7 @@ def verify_attention_cuda(
     out: torch.Tensor,
     lse: torch.Tensor,
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     launch: LaunchPlan | None = None,
 ) -> None:
     """Runs the kernel on checked arguments; see :func:`mla_kernels.verify_attention`.
@@ -200,6 +276,7 @@ def verify_attention_cuda(
         out: ``[num_tokens, H, 512]`` contiguous; lse: ``[num_tokens, H]`` fp32 contiguous.
         workspace: uint8, at least ``launch.workspace_bytes``, 16-byte aligned; allocated when
             None. Nothing in it outlives the call.
+        batch_invariant: as :func:`plan`; a ``launch`` that is given says so itself.
         launch: default :func:`plan_for`.
     """
     device = q_latent.device
@@ -207,7 +284,7 @@ def verify_attention_cuda(
     _, arch, dependent = _device(index)
     num_heads = q_latent.shape[1]
     if launch is None:
-        launch = plan_for(batch, num_heads, device)
+        launch = plan_for(batch, num_heads, device, batch_invariant=batch_invariant)
     need = launch.workspace_bytes
     if workspace is None:
         workspace = torch.empty(need, dtype=torch.uint8, device=device)
@@ -216,26 +293,9 @@ def verify_attention_cuda(
                          f"{workspace.numel():,}")
     module = build.load(arch)
     p = module.VerifyParams()
-    p.q_latent, p.q_rope = q_latent.data_ptr(), q_rope.data_ptr()
-    p.kv_pool = rows.data_ptr()
-    p.draft_kv = draft_kv.data_ptr() if batch.draft_slots is None else 0
-    p.draft_slots = 0 if batch.draft_slots is None else batch.draft_slots.data_ptr()
-    p.qo_indptr, p.kv_indptr = batch.qo_indptr.data_ptr(), batch.kv_indptr.data_ptr()
-    p.kv_indices, p.kv_lens = batch.kv_indices.data_ptr(), batch.kv_lens.data_ptr()
-    p.mask_bits, p.mask_words = batch.mask_bits.data_ptr(), batch.mask_bits.shape[1]
-    p.out, p.lse = out.data_ptr(), lse.data_ptr()
-    p.partial_out = workspace.data_ptr()
-    p.partial_lse = workspace.data_ptr() + launch.partial_out_bytes
-    size = q_latent.element_size()
-    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
-    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
-    p.kv_row_stride = size * rows.stride(0)
-    p.draft_row_stride = 0 if draft_kv is None else size * draft_kv.stride(0)
-    p.num_heads, p.batch_size = num_heads, batch.batch_size
-    p.page_shift = batch.page_size.bit_length() - 1
-    p.latent_offset = size * layout.latent_offset
-    p.groups, p.row_tiles = launch.groups, launch.row_tiles
-    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
+    tensors = named_tensors(q_latent, q_rope, rows, draft_kv, batch, out, lse, workspace)
+    fill(p, tensors, batch, launch, layout=layout, sm_scale=sm_scale, k_scale=k_scale,
+         v_scale=v_scale, logit_cap=logit_cap)
     with torch.cuda.device(index):
         module.tree_verify(
             p, rows=launch.rows, half=q_latent.dtype == torch.float16,

@@ -31,7 +31,7 @@ from types import ModuleType
 
 import torch
 
-from . import build
+from . import build, cuda
 from .batch import VerifyBatch
 from .cuda import DTYPES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, LaunchPlan, plan
 from .layout import KVLayout
@@ -42,7 +42,9 @@ HOST = Path(__file__).parent / "csrc/emulated"
 #: Multiprocessors that a launch is planned for: few, so that small batches share them.
 SMS = 4
 
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-gnu-unique", "-Wno-unknown-pragmas", "-I.")
+#: The kernels take the paths that they take on sm_120.
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-gnu-unique", "-Wno-unknown-pragmas", "-I.",
+         "-D__CUDA_ARCH__=1200")
 
 
 class Fault(RuntimeError):
@@ -58,7 +60,7 @@ def sources() -> dict[str, str]:
     for name, text in texts.items():
         texts[name] = re.sub(
             r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
-            r"\1* const \2 = static_cast<\1*>(emulated::dynamic_shared());", text)
+            r"\n#define \2 (static_cast<\1*>(emulated::dynamic_shared()))\n", text)
     return texts
 
 
@@ -142,6 +144,7 @@ class _ninja_on_path:
 
 def plan_for(batch: VerifyBatch, num_heads: int, **overrides) -> LaunchPlan:
     """:func:`mla_kernels.cuda.plan` for :data:`SMS` multiprocessors."""
+    overrides = cuda.overrides() | overrides
     return plan(num_heads, batch.batch_size, batch.max_q_len, batch.max_kv_len, SMS, **overrides)
 
 
@@ -169,46 +172,29 @@ def verify_attention_emulated(
     q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor,
     draft_kv: torch.Tensor | None, batch: VerifyBatch, *, layout: KVLayout, sm_scale: float,
     k_scale: float, v_scale: float, logit_cap: float, out: torch.Tensor, lse: torch.Tensor,
-    workspace: torch.Tensor | None = None, launch: LaunchPlan | None = None,
+    workspace: torch.Tensor | None = None, batch_invariant: bool = False,
+    launch: LaunchPlan | None = None,
 ) -> None:
     """As :func:`mla_kernels.cuda.verify_attention_cuda`, on CPU tensors.
 
     Raises:
         Fault: the kernel did something wrong.
     """
-    num_heads = q_latent.shape[1]
-    launch = launch or plan_for(batch, num_heads)
+    if launch is None:
+        launch = plan_for(batch, q_latent.shape[1], batch_invariant=batch_invariant)
     if workspace is None:
         workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8)
     workspace.fill_(0xFF)  # NaN: nothing may be read from it that was not written before
     module = load()
     p = module.VerifyParams()
-    size = q_latent.element_size()
-    in_pool = batch.draft_slots is not None
-    tensors = {
-        "q_latent": q_latent, "q_rope": q_rope, "kv_pool": rows,
-        "draft_kv": None if in_pool else draft_kv, "draft_slots": batch.draft_slots,
-        "qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr,
-        "kv_indices": batch.kv_indices, "kv_lens": batch.kv_lens, "mask_bits": batch.mask_bits,
-        "out": out, "lse": lse, "partial_out": workspace,
-    }
+    tensors = cuda.named_tensors(q_latent, q_rope, rows, draft_kv, batch, out, lse, workspace)
     register = module.library.emulated_buffer
     register(None, 0, 0)
     for name, tensor in tensors.items():
-        setattr(p, name, 0 if tensor is None else tensor.data_ptr())
         if tensor is not None:
             register(name.encode(), tensor.data_ptr(), _extent(tensor))
-    p.partial_lse = workspace.data_ptr() + launch.partial_out_bytes
-    p.mask_words = batch.mask_bits.shape[1]
-    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
-    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
-    p.kv_row_stride = size * rows.stride(0)
-    p.draft_row_stride = 0 if draft_kv is None else size * draft_kv.stride(0)
-    p.num_heads, p.batch_size = num_heads, batch.batch_size
-    p.page_shift = batch.page_size.bit_length() - 1
-    p.latent_offset = size * layout.latent_offset
-    p.groups, p.row_tiles, p.fused = launch.groups, launch.row_tiles, launch.fused
-    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
+    cuda.fill(p, tensors, batch, launch, layout=layout, sm_scale=sm_scale, k_scale=k_scale,
+              v_scale=v_scale, logit_cap=logit_cap)
     try:
         module.tree_verify(p, rows=launch.rows, half=q_latent.dtype == torch.float16,
                            dependent=True, combine_split=launch.combine_split, stream=0)

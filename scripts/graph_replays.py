@@ -1,11 +1,12 @@
 """Replays one captured graph with fresh metadata many times, and compares every replay.
 
-    python scripts/graph_replays.py --out replays.json
+    python scripts/graph_replays.py --out data/graphs/h200_replays.json
 
-The graph holds what an engine's would: the tree mask packed to bits from SGLang's flat buffer,
-then the attention. Every replay gets other lengths, trees, slots, padded requests (length 1,
-slot 0) and queries in the same buffers, outputs and workspace filled with NaN. Each must give
-the bits of an eager call on the same buffers; a sample is compared with the float64 oracle.
+The graph holds what an engine's would: SGLang's metadata converted into a batch at capacity, the
+tree mask packed to bits from its flat buffer, then the attention. Every replay gets other lengths,
+trees, slots, padded requests (length 1, slot 0) and queries in the same buffers, outputs and
+workspace filled with NaN. Each must give the bits of an eager call on the same buffers; a sample
+is compared with the float64 oracle.
 On the CPU, `--device cpu`, nothing is captured: that tries the script, not the kernel.
 """
 
@@ -24,10 +25,10 @@ from tqdm.auto import tqdm
 
 from mla_kernels import check
 from mla_kernels.attention import choose_backend, verify_attention, workspace_bytes
-from mla_kernels.batch import VerifyBatch
 from mla_kernels.device import local_gpu, provenance
+from mla_kernels.graphs import capture
 from mla_kernels.layout import KVLayout
-from mla_kernels.marshal import pack_tree_mask
+from mla_kernels.marshal import StaticBatch
 
 LATENT_FIRST = KVLayout.LATENT_FIRST
 SM_SCALE = 192**-0.5
@@ -47,12 +48,18 @@ class Call:
 
         self.q, self.draft_kv = normal(bs * nodes, heads, 576), normal(bs * nodes, 576)
         self.pool = normal(self.slots, 576)
-        self.batch = VerifyBatch.from_requests(
-            [nodes] * bs, [context] * bs, np.arange(1, self.slots).reshape(bs, context),
-            device=device)
-        self.custom_mask = torch.zeros(bs * nodes * (context + nodes), dtype=torch.uint8,
-                                       device=device)
-        self.mask_indptr = torch.zeros(bs + 1, dtype=torch.int64, device=device)
+        self.static = StaticBatch(bs, bs * nodes, bs * context, max_q_len=nodes,
+                                  max_kv_len=context, device=device)
+        self.batch = self.static.batch
+
+        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        # As SGLang holds them under CUDA graphs.
+        self.qo_indptr, self.mask_indptr = (buffer(bs + 1, torch.int64) for _ in range(2))
+        self.kv_indptr = buffer(bs + 1, torch.int32)
+        self.kv_indices = buffer(bs * context, torch.int64)
+        self.custom_mask = buffer(bs * nodes * (context + nodes), torch.uint8)
         latent, rope = LATENT_FIRST.split(self.q)
         self.backend = choose_backend(latent, rope)
         self.space = torch.empty(workspace_bytes(self.batch, heads, self.backend),
@@ -64,25 +71,18 @@ class Call:
 
     def run(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         b = self.batch
-        pack_tree_mask(self.custom_mask, self.mask_indptr, b.qo_indptr, b.kv_lens, b.mask_bits)
+        self.static.from_sglang(self.qo_indptr, self.kv_indptr, self.kv_indices,
+                                self.custom_mask, self.mask_indptr)
         verify_attention(self.q, self.pool, b, sm_scale=SM_SCALE, draft_kv=self.draft_kv,
                          out=out, lse=lse, workspace=self.space, backend=self.backend)
 
     def capture(self, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
         if self.q.device.type == "cpu":
             return lambda: self.run(out, lse)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.run(out, lse)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(out, lse)
-        return graph.replay
+        return capture(lambda: self.run(out, lse)).replay
 
     def refill(self) -> None:
-        rng, b = self.rng, self.batch
+        rng = self.rng
         padded = rng.random(self.bs) < 0.2
         nodes = rng.integers(0, self.nodes + 1, self.bs)
         lens = np.where(rng.random(self.bs) < 0.2, rng.integers(0, 3, self.bs),
@@ -97,15 +97,20 @@ class Call:
                 flat.append(rows.ravel())
             indices.append(np.zeros(1, int) if pad else rng.integers(1, self.slots, length))
         sizes = nodes * (lens + nodes)
-        for held, new in ((b.qo_indptr, np.cumsum([0, *nodes])), (b.kv_lens, lens),
-                          (b.kv_indptr, np.cumsum([0, *lens])),
-                          (b.kv_indices, np.concatenate(indices)),
+        for held, new in ((self.qo_indptr, np.cumsum([0, *nodes])),
+                          (self.kv_indptr, np.cumsum([0, *lens])),
+                          (self.kv_indices, np.concatenate(indices)),
                           (self.mask_indptr, np.cumsum([0, *sizes])),
                           (self.custom_mask, np.concatenate([np.zeros(0, np.uint8), *flat]))):
             held[: len(new)].copy_(torch.from_numpy(np.ascontiguousarray(new)))
         self.q.normal_(generator=self.generator)
+
+    def spoil(self) -> None:
+        """Leaves nothing of the call before: all must be converted and computed anew."""
+        b = self.batch
         self.space.fill_(0xFF)
-        b.mask_bits.fill_(-1)  # the call must pack it anew
+        for tensor in (b.mask_bits, b.qo_indptr, b.kv_indptr, b.kv_indices, b.kv_lens):
+            tensor.fill_(-1)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -116,6 +121,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--replays", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=100, help="stop after so long, and say so")
     parser.add_argument("--oracle-every", type=int, default=50)
     parser.add_argument("--batch", type=int, default=4, help="capacity, in requests")
     parser.add_argument("--nodes", type=int, default=16, help="capacity, of a request")
@@ -131,13 +137,17 @@ def main(argv: list[str] | None = None) -> int:
     replay = call.capture(out, lse)
     differ, wrong, sampled, worst = [], [], 0, 0.0
     begin = time.perf_counter()
+    done = 0
     for i in tqdm(range(args.replays), leave=False, mininterval=5):
+        if time.perf_counter() - begin > args.seconds:
+            break
+        done = i + 1
         call.refill()
         for tensor in (out, lse, eager_out, eager_lse):
             tensor.fill_(torch.nan)
+        call.spoil()
         replay()
-        call.space.fill_(0xFF)
-        call.batch.mask_bits.fill_(-1)
+        call.spoil()
         call.run(eager_out, eager_lse)
         if not (same_bits(out, eager_out) and same_bits(lse, eager_lse)):
             differ.append(i)
@@ -150,7 +160,8 @@ def main(argv: list[str] | None = None) -> int:
                 wrong.append(i)
     on_gpu = args.device.startswith("cuda")
     record = {
-        "replays": args.replays, "captured": on_gpu, "differ_from_eager": len(differ),
+        "replays": done, "wanted": args.replays, "captured": on_gpu,
+        "differ_from_eager": len(differ),
         "compared_with_oracle": sampled, "differ_from_oracle": len(wrong),
         "worst_relative_error": worst if np.isfinite(worst) else str(worst),
         "first_differing": differ[:10], "first_wrong": wrong[:10], "seed": seed,
@@ -159,9 +170,10 @@ def main(argv: list[str] | None = None) -> int:
         "backend": call.backend, "device": local_gpu().name if on_gpu else "CPU",
         "seconds": round(time.perf_counter() - begin, 1),
     } | provenance()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
-    return 1 if differ or wrong else 0
+    return 1 if differ or wrong or done < args.replays else 0
 
 
 if __name__ == "__main__":

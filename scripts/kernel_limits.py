@@ -1,6 +1,6 @@
 """What the kernel must not do: lose on uneven batches, cost much when small, have cliffs.
 
-    python scripts/kernel_limits.py --out data/checks/h200_limits.json
+    python scripts/kernel_limits.py --out data/limits/h200.json
 
 Three measurements on the local GPU, each call compared with the float64 oracle where that fits:
 

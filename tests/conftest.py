@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+# Calls look at the values of their index arrays first.
+os.environ.setdefault("MLA_KERNELS_CHECKED", "1")
+
 #: One number behind all random inputs of a run. Every run draws another one, so that the
 #: tests look at new inputs each time; the environment variable brings a run's inputs back.
 SEED = int(os.environ.get("MLA_TEST_SEED") or secrets.randbelow(2**31))

@@ -670,12 +670,11 @@ def test_one_flipped_mask_bit(monkeypatch, generator, rng):
 # -- wrong CUDA kernels -------------------------------------------------------------------
 
 #: name: (file of csrc/, text, what it becomes)
-END = "schedule.begin(blockIdx.y + 1) - tile;"
+END = "begin(group + 1) - unit;"
 CUDA_MUTATIONS = {
-    "a share ends a tile early": ("tree_verify.cuh", END, END.replace(" - tile", " - 1 - tile")),
+    "a share ends a tile early": ("schedule.cuh", END, END.replace(" - unit", " - 1 - unit")),
     "a share ends a tile late": (
-        "tree_verify.cuh", END,
-        "min(schedule.begin(blockIdx.y + 1) + 1, schedule.total) - tile;"),
+        "schedule.cuh", END, "min(begin(group + 1) + 1, total) - unit;"),
 }
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mla_kernels import build, check, cuda, tree
+from mla_kernels import build, check, cuda, schedule, tree
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.cuda import plan, verify_attention_cuda
+from mla_kernels.graphs import capture
 from mla_kernels.layout import KVLayout, pool_rows
 
 LATENT_FIRST, ROPE_FIRST = KVLayout.LATENT_FIRST, KVLayout.ROPE_FIRST
@@ -36,10 +37,8 @@ def test_any_capacities_give_a_launch(rng):
         most = heads * q_len
         assert p.rows in build.TILE_ROWS, capacities
         assert (p.row_tiles - 1) * p.rows < most <= p.row_tiles * p.rows, capacities
-        # The smallest tile that holds the rows of a request, else the largest.
-        smaller = [r for r in build.TILE_ROWS if r < p.rows]
-        assert all(r < most for r in smaller), capacities
-        assert p.rows >= min(most, max(build.TILE_ROWS)), capacities
+        # A tile is no larger than what holds the rows of a request.
+        assert all(r < most for r in build.TILE_ROWS if r < p.rows), capacities
         tiles = bs * -(-(kv_len + q_len) // cuda.TILE_TOKENS)
         assert 1 <= p.groups <= min(tiles, cuda.MAX_GROUPS), capacities
         assert (tiles + 1) * p.groups < 2**32, capacities  # group_of() of the schedule
@@ -47,6 +46,26 @@ def test_any_capacities_give_a_launch(rng):
         assert p.combine_split in build.COMBINE_SPLITS, capacities
         # A grid's second dimension, and that of the combine's first.
         assert p.groups <= 65_535 and p.row_tiles * 4 * 32 < 2**31
+
+
+def test_large_problems_take_large_tiles_and_small_ones_small():
+    assert plan(8, 1, 8, 131_072, 132).rows == 64
+    assert plan(8, 64, 8, 4096, 132).rows == 64
+    assert plan(8, 1, 8, 256, 132).rows == 16          # 36 blocks instead of 9
+    assert plan(4, 64, 4, 8192, 132).rows == 16        # and none larger than a request
+    assert plan(8, 8, 4, 16_384, 132).rows == 32
+
+
+@pytest.mark.parametrize("row_tiles", range(1, 100))
+def test_more_rows_are_planned_to_take_as_long(row_tiles):
+    """No row tile makes a launch much quicker by being there: 19 row tiles in four waves took
+    1.5 times as long as 20 in one."""
+    def tiles_in_a_row(row_tiles):
+        p = plan(64, 1, row_tiles, 3072 - row_tiles, 132, rows=64)
+        waves = -(-p.row_tiles * p.groups // 132)
+        return waves * (cuda.START_US[64] + -(-97 // p.groups) * cuda.TILE_US[64])
+
+    assert tiles_in_a_row(row_tiles) <= 1.1 * tiles_in_a_row(row_tiles + 1)
 
 
 def test_workspace_holds_all_partials(rng):
@@ -83,6 +102,21 @@ def test_the_plan_is_one_of_capacities_alone(monkeypatch):
     for same in (batch, batch.to("meta")):
         assert cuda.plan_for(same, 8, torch.device("cuda", 0)) == plan(8, 2, 5, 70, 132)
     assert cuda.plan_for(batch, 8, torch.device("cuda", 0), groups=7).groups == 7
+
+
+def test_a_batch_invariant_plan(rng):
+    """Rows and merging are the same whatever the capacities; every chunk has its place."""
+    for _ in range(1000):
+        heads, bs, q_len, kv_len, sms = capacities = random_capacities(rng)
+        p = plan(*capacities, batch_invariant=True)
+        assert (p.rows, p.combine_split) == (64, 8)
+        assert p.batch_invariant and not plan(*capacities).batch_invariant
+        tiles = -(-(kv_len + q_len) // cuda.TILE_TOKENS)
+        lengths = [tiles, *map(int, rng.integers(1, tiles + 1, 5))]
+        assert p.chunks >= bs * max(map(schedule.chunks_of, lengths))
+        assert p.groups <= min(p.chunks, cuda.MAX_GROUPS)
+        assert p.partials == p.chunks * p.row_tiles
+        assert p.workspace_bytes == p.partials * 64 * (1024 + 4)
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -221,6 +255,7 @@ def test_parameters(kernel, layout, dtype, in_pool, apart):
     assert p.latent_offset == (0 if layout is LATENT_FIRST else 128)
     assert (p.num_heads, p.batch_size, p.page_shift, p.mask_words) == (12, 2, 4, 2)
     assert (p.groups, p.row_tiles) == (launch.groups, launch.row_tiles)
+    assert p.batch_invariant is False
     assert p.logit_scale == pytest.approx(0.15) and (p.logit_cap, p.value_scale) == (30.0, 2.0)
     assert vars(how) == {"rows": launch.rows, "half": dtype == torch.float16, "dependent": True,
                          "combine_split": launch.combine_split, "stream": 0xABC0}
@@ -242,6 +277,12 @@ def test_a_given_launch_and_an_own_workspace(kernel):
     ((p, how),) = kernel
     assert (p.groups, how.rows, how.combine_split) == (3, 64, 4)
     assert p.partial_lse - p.partial_out == launch.partial_out_bytes
+
+
+def test_batch_invariant_is_passed_on(kernel):
+    small_call(batch_invariant=True)
+    ((p, how),) = kernel
+    assert p.batch_invariant is True and (how.rows, how.combine_split) == (64, 8)
 
 
 def test_a_workspace_too_small(kernel):
@@ -303,6 +344,33 @@ def test_same_inputs_same_bits(seed):
 
 
 @pytest.mark.gpu
+def test_batch_invariant(seed):
+    """A request alone and among others: the same bits, whatever the capacities."""
+    for draw in range(5):
+        a = dict(check.random_case(seed + draw, device="cuda", max_prefix=9000).arguments)
+        whole, q, drafts = a.pop("batch"), a.pop("q"), a.pop("draft_kv")
+        a |= {"backend": "cuda", "batch_invariant": True}
+        out, lse = verify_attention(q, batch=whole, draft_kv=drafts, **a)
+        parts = q if isinstance(q, tuple) else (q,)
+        for b in range(whole.batch_size):
+            begin, end = whole.qo_indptr[b:b + 2].tolist()
+            if begin == end:
+                continue
+            own = dataclasses.replace(
+                whole, qo_indptr=whole.qo_indptr[b:b + 2] - begin,
+                kv_indptr=whole.kv_indptr[b:b + 2] - whole.kv_indptr[b],
+                kv_indices=whole.kv_indices[int(whole.kv_indptr[b]):].clone(),
+                kv_lens=whole.kv_lens[b:b + 1].clone(),
+                mask_bits=whole.mask_bits[begin:end].contiguous(), max_q_len=end - begin,
+                draft_slots=None if drafts is not None else whole.draft_slots[begin:end].clone())
+            q_own = tuple(part[begin:end] for part in parts)
+            alone = verify_attention(q_own if len(q_own) > 1 else q_own[0], batch=own,
+                                     draft_kv=None if drafts is None else drafts[begin:end], **a)
+            assert torch.equal(alone[0].view(torch.int16), out[begin:end].view(torch.int16))
+            assert torch.equal(alone[1].view(torch.int32), lse[begin:end].view(torch.int32))
+
+
+@pytest.mark.gpu
 def test_graph_replay_with_other_lengths(rng, seed):
     """Captured once at capacity; then other lengths, slots, trees and numbers in the same
     buffers give the bits of an eager call."""
@@ -331,14 +399,7 @@ def test_graph_replay_with_other_lengths(rng, seed):
         verify_attention(q, pool, full, sm_scale=192**-0.5, draft_kv=draft_kv, out=out, lse=lse,
                          workspace=space, backend="cuda")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(out, lse)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(out, lse)
+    graph = capture(lambda: call(out, lse))
     for _ in range(20):
         batch = fresh()
         for name in ("qo_indptr", "kv_indptr", "kv_lens", "kv_indices", "mask_bits"):

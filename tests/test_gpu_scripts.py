@@ -1,8 +1,10 @@
 """The scripts that need a GPU: what can be tried of them without one."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,3 +72,59 @@ def test_verdict_of_a_tool(text, code, clean):
 def test_no_sanitizer(capsys):
     assert load("sanitize").main(["--sanitizer", "no-such-program"]) == 2
     assert "there is no no-such-program here" in capsys.readouterr().err
+
+
+def test_all_shapes_are_watched_by_tools_that_filter_by_name():
+    """The filter is part of every kernel's mangled name, and of no kernel of torch's."""
+    module = load("sanitize")
+    source = (SCRIPTS.parent / "mla_kernels/csrc/tree_verify.cuh").read_text()
+    assert module.KERNELS == f"{len('mla')}mla" and "namespace mla {" in source
+
+
+def test_replays_stop_in_time_and_say_so(tmp_path):
+    path = tmp_path / "folder" / "replays.json"
+    assert load("graph_replays").main([*SMALL, "--seconds", "0", "--out", str(path)]) == 1
+    record = json.loads(path.read_text())
+    assert (record["replays"], record["wanted"]) == (0, 6)
+
+
+def test_shapes_on_the_cpu(monkeypatch, capsys):
+    """What the watched process does, with the reference in the kernel's place."""
+    module = load("sanitize")
+    asked, wrong = [], []
+    random_case, run = module.check.random_case, module.check.run
+    monkeypatch.setattr(module.check, "random_case", lambda seed, device, **sizes: random_case(
+        seed, device="cpu", **sizes))
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda: None)
+
+    def on_reference(case, backend, *, batch_invariant):
+        asked.append((backend, batch_invariant))
+        errors = run(case, "reference", batch_invariant=batch_invariant)
+        return dataclasses.replace(errors, out=1.0) if wrong else errors
+
+    monkeypatch.setattr(module.check, "run", on_reference)
+    assert module.run_shapes(3) == 0
+    assert "shapes run: 3, wrong: 0" in capsys.readouterr().out
+    assert asked == [("cuda", False), ("cuda", False), ("cuda", True)]
+    wrong.append(True)
+    assert module.run_shapes(1) == 1
+
+
+def test_what_is_recorded_of_graphs(monkeypatch):
+    """On the CPU, with the reference and without a capture: what is compared, not the times."""
+    module = load("record_graphs")
+    monkeypatch.setattr(module, "capture", lambda call: SimpleNamespace(replay=call))
+    monkeypatch.setattr(module, "microseconds", lambda call, calls: 1.0)
+    row = module.record_shape("2,2,3,40", "cpu", "reference")
+    for mode in ("default", "batch_invariant"):
+        assert all(row[mode][f"{what}_same_bits"] for what in ("replay", "again", "alone"))
+        assert row[mode]["relative_error"] < 0.01
+    monkeypatch.setattr(module, "capture", lambda call: SimpleNamespace(replay=lambda: None))
+    assert not module.record_shape("2,2,3,40", "cpu", "reference")["default"]["replay_same_bits"]
+
+
+def test_the_last_slot_of_a_pool():
+    found = load("record_graphs").last_slot(500, "cpu", "reference")
+    assert found["relative_error"] < 0.01 and found["last_slot"] == 499
+    assert not found["passed"]  # so small a pool proves nothing
+    assert load("record_graphs").last_slot.__defaults__[0] * 576 > 2**31

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_kernels import triton as triton_room
-from mla_kernels.attention import verify_attention
+from mla_kernels.attention import BACKENDS, verify_attention
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.layout import KVLayout
 from mla_kernels.marshal import from_sglang
@@ -85,6 +85,7 @@ def test_backends_against_the_definition(drawn, seed, heads):
     call = {"q": q, "kv_pool": pool, "batch": batch, "sm_scale": 192**-0.5, "draft_kv": draft_kv,
             "layout": KVLayout.LATENT_FIRST}
     backends = ["reference"] + ["triton"] * triton_room.INTERPRETED
+    backends += ["emulated"] * ("emulated" in BACKENDS)
     results = {name: verify_attention(**call, backend=name) for name in backends}
     for b in range(batch.batch_size):
         begin, end = batch.qo_indptr[b:b + 2].tolist()
@@ -97,3 +98,27 @@ def test_backends_against_the_definition(drawn, seed, heads):
                 # fp16 has 11 bits; a value is below 6, and rounds once (twice, in Triton).
                 assert torch.allclose(out[i, 0].double(), want.double(), atol=1e-2), name
                 assert np.isclose(float(lse[i, 0]), want_lse, atol=2e-3), name
+
+
+@hypothesis.settings(settings, max_examples=10)
+@hypothesis.given(batches(largest=9, longest=600), st.integers(0, 2**31), st.sampled_from(
+    ["reference", "emulated"]))
+def test_batch_invariant(drawn, seed, backend):
+    """A request alone has the bits that it has among others."""
+    hypothesis.assume(backend in BACKENDS)
+    whole, slots = drawn
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(slots, 576, generator=generator).half()
+    q = torch.randn(whole.num_tokens, 4, 576, generator=generator).half()
+    draft_kv = torch.randn(whole.num_tokens, 576, generator=generator).half()
+    call = {"kv_pool": pool, "sm_scale": 192**-0.5, "backend": backend, "batch_invariant": True}
+    out, lse = verify_attention(q, batch=whole, draft_kv=draft_kv, **call)
+    for b in range(whole.batch_size):
+        begin, end = whole.qo_indptr[b:b + 2].tolist()
+        first, last = whole.kv_indptr[b:b + 2].tolist()
+        own = VerifyBatch.from_requests(
+            [whole.draft_mask(b)], [int(whole.kv_lens[b])], [whole.kv_indices[first:last]],
+            page_size=whole.page_size)
+        alone = verify_attention(q[begin:end], batch=own, draft_kv=draft_kv[begin:end], **call)
+        assert torch.equal(alone[0].view(torch.int16), out[begin:end].view(torch.int16))
+        assert torch.equal(alone[1].view(torch.int32), lse[begin:end].view(torch.int32))

@@ -83,7 +83,7 @@ def recorded(pattern):
 
 
 def test_recorded_limits():
-    for r in recorded("checks/*limits.json"):
+    for r in recorded("limits/*.json"):
         assert r["gpu"] and r["commit"] and r["date"]
         ragged = r["ragged"]
         assert ragged["contexts"] == [131_072] + [1_024] * 31 and ragged["error"] < 5e-3

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.marshal import (
     MASK_MODES,
+    StaticBatch,
     from_block_table,
     from_flashinfer,
     from_sglang,
@@ -146,3 +149,86 @@ def test_mask_indptr_cut_to_the_batch_size_is_refused():
     with pytest.raises(ValueError, match=r"mask_indptr must be \[bs \+ 1\] = \[3\]; got \[2\]"):
         pack_tree_mask(flat, indptr[:2], batch.qo_indptr, batch.kv_lens,
                        torch.empty_like(batch.mask_bits))
+
+
+class NothingNew(TorchDispatchMode):
+    """Fails on an operation whose result is not in memory that it was given, and on one whose
+    result depends on values: what a capture would have to allocate or to wait for."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs))
+                 if isinstance(x, torch.Tensor)}
+        assert not any(read in func.__name__ for read in self.READS), f"{func} reads"
+        result = func(*args, **kwargs)
+        for x in tree_leaves(result):
+            assert not isinstance(x, torch.Tensor) or x.untyped_storage().data_ptr() in given, (
+                f"{func} allocates {x.dtype} {list(x.shape)}")
+        return result
+
+
+@pytest.mark.parametrize("spoiled", [lambda: torch.zeros(1), lambda: torch.ones(3).sum().item(),
+                                     lambda: torch.ones(3).diff(), lambda: torch.ones(3).int()])
+def test_the_guard_sees_what_it_guards_against(spoiled):
+    with NothingNew(), pytest.raises(AssertionError, match="allocates|reads"):
+        spoiled()
+
+
+@pytest.mark.parametrize("mode", MASK_MODES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_sglang_into_a_static_batch(mode, index, rng):
+    """Again and again into the same buffers, requests fewer than its capacity as padding."""
+    static = StaticBatch(6, 200, 600, max_q_len=32, max_kv_len=90)
+    pointers = [getattr(static.batch, name).data_ptr() for name in NAMES]
+    for _ in range(10):
+        masks, lens = draw(rng, 32)
+        want = VerifyBatch.from_requests(masks, lens, [rng.integers(0, 99, n) for n in lens])
+        flat, mask_indptr = want.full_mask()
+        if mode == "QLEN_ONLY":
+            flat = torch.from_numpy(np.concatenate([m.ravel() for m in masks]))
+        if mode == "QLEN_ONLY_BITPACKING":
+            flat = want.mask_bits[:, 0].contiguous().view(torch.uint32)
+        more = 6 - want.batch_size
+
+        def padded(indptr, more=more):
+            return torch.cat([indptr, indptr[-1:].expand(more)]).to(index)
+
+        arguments = (padded(want.qo_indptr), padded(want.kv_indptr), want.kv_indices.to(index),
+                     flat, None if mode != "FULL_MASK" else padded(mask_indptr))
+        with NothingNew():
+            got = static.from_sglang(*arguments, mode=mode)
+        got.validate()
+        assert got is static.batch
+        assert [getattr(got, name).data_ptr() for name in NAMES] == pointers
+        for b in range(want.batch_size):
+            assert torch.equal(got.prefix_slots(b), want.prefix_slots(b))
+            assert torch.equal(got.draft_mask(b), want.draft_mask(b))
+        assert not got.mask_bits[want.num_tokens:].any()
+
+
+NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "mask_bits")
+
+
+@pytest.mark.parametrize("form", ["vllm", "flashinfer"])
+def test_pools_into_a_static_batch(form, rng):
+    for _ in range(10):
+        want, table, seq = in_pool(rng, 16)
+        bs = want.batch_size
+        static = StaticBatch(bs, want.num_tokens, bs * 200, page_size=16, in_pool=True,
+                             max_q_len=want.max_q_len, max_kv_len=want.max_kv_len)
+        if form == "vllm":
+            arguments = want.qo_indptr, torch.from_numpy(table).int(), seq, want.mask_bits
+            convert = static.from_block_table
+        else:
+            indptr = torch.arange(bs + 1) * 200
+            arguments = (want.qo_indptr, indptr, torch.from_numpy(table.ravel()), seq,
+                         want.mask_bits)
+            convert = static.from_flashinfer
+        with NothingNew():
+            got = convert(*arguments)
+        got.validate()
+        assert torch.equal(got.draft_slots, want.draft_slots)
+        for b in range(bs):
+            assert torch.equal(got.prefix_slots(b), want.prefix_slots(b))

@@ -34,7 +34,8 @@ def test_there_are_measurements_and_all_are_valid():
 def test_recorded_check_is_of_enough_cases_and_passed():
     for path in (ROOT / "data" / "checks").glob("*.json"):
         summary = json.loads(path.read_text())
-        assert summary["cases"] >= 500 and summary["failed"] == 0, path.name
+        enough = 250 if summary.get("every_plan") else 500
+        assert summary["cases"] >= enough and summary["failed"] == 0, path.name
         assert summary["worst"]["out"] <= OUT_TOLERANCE
         assert summary["worst"]["row"] <= ROW_TOLERANCE
         assert summary["worst"]["lse"] <= LSE_TOLERANCE
@@ -53,10 +54,18 @@ def test_readme_table_is_the_data(run):
 
 
 @pytest.fixture
-def whole(run):
+def timed(run):
+    """The rows with a time, of providers that have one for every shape of the table."""
+    rows = run[run["status"] == "ok"]
+    return rows[rows["provider"].isin(["cuda", "triton_split", "triton_serial"])].reset_index(
+        drop=True)
+
+
+@pytest.fixture
+def whole(timed):
     """A run with chains, a row without a time, and ceilings."""
-    chains = run[run["provider"] == "cuda"].assign(tree="chain")
-    chains = pd.concat([run, chains], ignore_index=True)
+    chains = timed[timed["provider"] == "cuda"].assign(tree="chain")
+    chains = pd.concat([timed, chains], ignore_index=True)
     chains = chains.assign(ceiling_tflops=637.0, ceiling_gbps=4230.0)
     floors = [max(attention_flops(*s) / 637e6, attention_bytes(*s) / 4.23e6)
               for s in chains[measurements.SHAPE].itertuples(index=False)]
@@ -67,11 +76,11 @@ def whole(run):
                          note=np.where(chains.index == 1, "an illegal access", None))
 
 
-def test_kinds_of_tree_are_kept_apart(whole, run, tmp_path):
+def test_kinds_of_tree_are_kept_apart(whole, timed, tmp_path):
     whole.to_csv(tmp_path / "2026-12-01-h200.csv", index=False)
     everything = measurements.latest(folder=tmp_path, tree=None)
     trees = measurements.latest(folder=tmp_path)
-    assert len(everything) == len(whole) and len(trees) == len(run)
+    assert len(everything) == len(whole) and len(trees) == len(timed)
     chains = measurements.latest(folder=tmp_path, tree="chain")
     assert set(chains["provider"]) == {"cuda"} and len(chains) + len(trees) == len(whole)
     fixed = {"batch_size": 1, "num_heads": 8, "num_nodes": 8}
@@ -84,8 +93,8 @@ def test_kinds_of_tree_are_kept_apart(whole, run, tmp_path):
         measurements.speedups(everything, "cuda", "triton_serial", tree="chain")
 
 
-def test_files_of_before_are_completed(run):
-    old = run.drop(columns=["tree", "status", "version", "note", *measurements.CEILINGS])
+def test_files_of_before_are_completed(timed):
+    old = timed.drop(columns=["tree", "status", "version", "note", *measurements.CEILINGS])
     new = measurements.complete(old)
     assert set(measurements.COLUMNS) <= set(new.columns)
     assert set(new["tree"]) == {"3-ary"} and set(new["status"]) == {"ok"}
@@ -167,10 +176,10 @@ def test_computed_floor_is_dashed_and_below_everything_measured(run):
     figure = figures_speed.latency(run, "num_nodes", batch_size=1, num_heads=8, context=16384)
     dashed = [line for line in lines_of(figure) if line.get_linestyle() != "-"]
     assert len(dashed) == 1
-    floor = np.array(dashed[0].get_ydata())
+    floor = dict(zip(*dashed[0].get_data(), strict=True))
     for line in lines_of(figure):
         if line is not dashed[0]:
-            assert (np.array(line.get_ydata()) > floor).all()
+            assert all(y > floor[x] for x, y in zip(*line.get_data(), strict=True))
 
 
 def test_figures_refuse_what_was_not_measured(run):

@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import mla_kernels
-from mla_kernels import evidence
+from mla_kernels import evidence, sglang
 
 FOLDER = Path(mla_kernels.__file__).parent
 ROOMS = re.findall(r"``(\w+)``", mla_kernels.__doc__)
 #: A room may be a folder; the sentence of its docstring that starts with "The files" orders it.
-FILES = re.findall(r"``(\w+)``", evidence.__doc__[evidence.__doc__.index("The files"):])
+FILES = {room.__name__.rpartition(".")[2]: re.findall(
+    r"``(\w+)``", room.__doc__[room.__doc__.index("The files"):]) for room in (evidence, sglang)}
 
 
 def imports_of(path, level=1):
@@ -33,14 +34,16 @@ def test_every_module_is_in_the_list_once():
     files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
     files |= {path.parent.name for path in FOLDER.glob("*/__init__.py")}
     assert files == set(ROOMS) and len(ROOMS) == len(set(ROOMS))
-    inside = {path.stem for path in (FOLDER / "evidence").glob("*.py")}
-    assert inside - {"__init__", "__main__"} == set(FILES) and len(FILES) == len(set(FILES))
+    assert set(FILES) == {path.parent.name for path in FOLDER.glob("*/__init__.py")}
+    for room, names in FILES.items():
+        inside = {path.stem for path in (FOLDER / room).glob("*.py")}
+        assert inside - {"__init__", "__main__"} == set(names) and len(names) == len(set(names))
 
 
 def test_imports_go_one_way():
     wrong = [f"{room} imports {other}" for room in ROOMS for other in imports_of_room(room)
              if ROOMS.index(other) >= ROOMS.index(room)]
-    wrong += [f"evidence.{file} imports {other}" for file in FILES
-              for other in imports_of(FOLDER / "evidence" / f"{file}.py")
-              if FILES.index(other) >= FILES.index(file)]
+    wrong += [f"{room}.{file} imports {other}" for room, names in FILES.items() for file in names
+              for other in imports_of(FOLDER / room / f"{file}.py")
+              if names.index(other) >= names.index(file)]
     assert not wrong

@@ -11,6 +11,37 @@ from mla_kernels import build, schedule, source, synthetic
 from mla_kernels.reference import attend, relative_error
 from mla_kernels.tree import chain
 
+#: What the arithmetic of schedule.cuh stands on: the sums over requests that a warp makes there.
+HOST = r"""
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+#define __device__
+#define __forceinline__
+using std::max;
+using std::min;
+int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+struct VerifyParams {
+  const int *qo_indptr, *kv_lens;
+  int batch_size, groups, batch_invariant, row_tiles;
+};
+"""
+WARP = r"""
+  explicit Schedule(const VerifyParams& p) : total(request_begin(p, p.batch_size)) {
+    groups = min(p.groups, total);
+  }
+  static int request_begin(const VerifyParams& p, int request) {
+    int before = 0;
+    for (int b = 0; b < request; ++b) before += units_of(p, b);
+    return before;
+  }
+  void locate(const VerifyParams& p, int unit, int& request, int& unit_in_request) const {
+    for (request = 0; unit >= units_of(p, request); ++request) unit -= units_of(p, request);
+    unit_in_request = unit;
+  }
+"""
+
 
 def draw(rng):
     """Tiles of a ragged batch, with empty requests, and a number of groups."""
@@ -54,7 +85,7 @@ def test_two_partial_results_a_group_and_each_in_its_slot(batches):
         for group in range(groups):
             own = [s for s in shares if s.group == group]
             assert sum(s.partial for s in own) <= 2
-            assert all(s.slot == (0 if s is own[0] else 1) for s in own if s.partial)
+            assert all(s.slot == (s.begin == 0) for s in own if s.partial)
             assert not any(s.partial for s in own[1:-1])
         for request, count in enumerate(tiles):
             pieces = [s for s in shares if s.request == request]
@@ -62,10 +93,40 @@ def test_two_partial_results_a_group_and_each_in_its_slot(batches):
             assert len(pieces) <= max(count, 0)
 
 
+def test_chunks_are_cut_by_a_request_s_own_length(batches, rng):
+    """Batch-invariant: whatever is in the batch and however many groups there are."""
+    for tiles, groups in batches:
+        tiles = [*tiles, int(5000 ** rng.random())]
+        shares = schedule.share_out(tiles, groups, batch_invariant=True)
+        assert [s.group for s in shares] == sorted(s.group for s in shares)
+        for request, count in enumerate(tiles):
+            pieces = [s for s in shares if s.request == request]
+            alone = schedule.share_out([count], 1, batch_invariant=True)
+            assert [(s.begin, s.end, s.partial) for s in pieces] == [
+                (s.begin, s.end, s.partial) for s in alone]
+            assert len(pieces) == schedule.chunks_of(count) <= schedule.MAX_CHUNKS
+            assert sum(s.tiles for s in pieces) == count
+            assert [s.end for s in pieces[:-1]] == [s.begin for s in pieces[1:]]
+        slots = [s.slot for s in shares if s.partial]
+        assert slots == sorted(set(slots)) and all(s < len(shares) for s in slots)
+        load = np.bincount([s.group for s in shares])
+        assert not len(load) or load.max() - load.min() <= 1
+
+
+def test_sizes_of_chunks():
+    assert [schedule.chunk_tiles(t) for t in (0, 1, 8, 9, 1024, 1025, 2048, 2049)] == [
+        8, 8, 8, 8, 8, 16, 16, 32]
+    assert [schedule.most_chunks(t) for t in (1, 9, 1024, 1025, 4000)] == [1, 2, 128, 128, 128]
+    most = 0
+    for tiles in range(5000):
+        most = max(most, schedule.chunks_of(tiles))
+        assert schedule.most_chunks(tiles) == most
+
+
 def test_a_known_sharing():
     shares = schedule.share_out([40, 3, 3, 50], 6)
     assert [(s.group, s.request, s.begin, s.end, s.slot) for s in shares] == [
-        (0, 0, 0, 16, 0), (1, 0, 16, 32, 0), (2, 0, 32, 40, 0), (2, 1, 0, 3, None),
+        (0, 0, 0, 16, 1), (1, 0, 16, 32, 0), (2, 0, 32, 40, 0), (2, 1, 0, 3, None),
         (2, 2, 0, 3, None), (2, 3, 0, 2, 1), (3, 3, 2, 18, 0), (4, 3, 18, 34, 0),
         (5, 3, 34, 50, 0)]
 
@@ -110,6 +171,62 @@ def test_the_kernel_s_own_arithmetic_agrees(tmp_path, rng):
         begins = [schedule.share_begin(g, groups, total) for g in range(groups + 1)]
         owner = [g for g in range(groups) for _ in range(begins[g], begins[g + 1])]
         assert list(map(int, line.split())) == begins + owner, (total, groups)
+
+
+def test_the_kernel_s_own_walk_agrees(tmp_path, rng):
+    """What a group does next and where it leaves the result, compiled for the host."""
+    text = build.sources()["schedule.cuh"]
+    begin, end = (text.index(mark) for mark in ("// A group's share of one", "template <int kTok"))
+    methods = "\n".join(source.function(text, name) for name in (
+        "tiles_of", "unit_shift", "units_of", "begin", "next"))
+    program = tmp_path / "walk.cpp"
+    program.write_text(
+        HOST + text[begin:end] + "template <int kTokens> struct Schedule {\nint total, groups;\n"
+        + methods + WARP + "};\n" + source.function(text, "partial_slot") + """
+int main() {
+  int bs, groups, invariant;
+  while (scanf("%d %d %d", &bs, &groups, &invariant) == 3) {
+    std::vector<int> lens(bs), qo(bs + 1);
+    for (int b = 0; b < bs; ++b) scanf("%d %d", &lens[b], &qo[b + 1]), qo[b + 1] += qo[b];
+    VerifyParams p{qo.data(), lens.data(), bs, groups, invariant, 1};
+    const Schedule<32> schedule(p);
+    for (int g = 0; g < groups; ++g)
+      for (Segment s = {}; schedule.next(p, g, s);)
+        printf("%d %d %d %d %d ", g, s.request, s.tile_begin, s.tile_end,
+               s.whole ? -1 : partial_slot(p, s.owner, 0, s.tile_begin == 0));
+    printf("\\n");
+  }
+}
+""")
+    subprocess.run([shutil.which("g++"), "-std=c++17", "-w", program, "-o", tmp_path / "walk"],
+                   check=True)
+    cases = []
+    for _ in range(200):
+        bs = int(rng.integers(1, 7))
+        cases.append(([int(100_000 ** rng.random()) - 1 for _ in range(bs)],
+                      [int(n) for n in rng.integers(0, 70, bs)], int(rng.integers(1, 60)),
+                      bool(rng.integers(2))))
+    lines = [f"{len(lens)} {groups} {int(invariant)} "
+             + " ".join(f"{n} {t}" for n, t in zip(lens, nodes, strict=True))
+             for lens, nodes, groups, invariant in cases]
+    found = subprocess.run([tmp_path / "walk"], input="\n".join(lines), capture_output=True,
+                           text=True, check=True).stdout.splitlines()
+    for (lens, nodes, groups, invariant), line in zip(cases, found, strict=True):
+        tiles = [schedule.tiles_of(n, t, 32) for n, t in zip(lens, nodes, strict=True)]
+        shares = schedule.share_out(tiles, groups, batch_invariant=invariant)
+
+        def slot(s, invariant=invariant):
+            return -1 if s.slot is None else s.slot if invariant else 2 * s.group + s.slot
+
+        assert [int(x) for x in line.split()] == [
+            x for s in shares for x in (s.group, s.request, s.begin, s.end, slot(s))]
+        # The merge takes a request's partial results at an even distance, but for the first one
+        # where that lies in a group's slot 1.
+        for request in range(len(tiles)):
+            left = [slot(s) for s in shares if s.request == request and s.partial]
+            if left:
+                assert left[1:] == [left[0] - (not invariant) + i * (1 if invariant else 2)
+                                    for i in range(1, len(left))]
 
 
 def test_merging_the_shares_gives_the_whole(batches, generator):

@@ -41,7 +41,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           VALUE(q_rope_token_stride) VALUE(q_rope_head_stride)
           VALUE(kv_row_stride) VALUE(draft_row_stride)
           VALUE(num_heads) VALUE(batch_size) VALUE(page_shift) VALUE(mask_words)
-          VALUE(latent_offset) VALUE(groups) VALUE(row_tiles)
+          VALUE(latent_offset) VALUE(groups) VALUE(row_tiles) VALUE(batch_invariant)
           VALUE(logit_scale) VALUE(logit_cap) VALUE(value_scale);
 #undef POINTER
 #undef VALUE

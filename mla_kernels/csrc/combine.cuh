@@ -1,4 +1,4 @@
-// Merges the partial results of requests that more than one work group had a share of:
+// Merges the partial results of requests that came in more than one segment:
 // out = sum_i w_i out_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i.
 #pragma once
 
@@ -19,9 +19,10 @@ struct Combine {
   static constexpr int kFragments = kWarps / kSplit;              // a unit
   static constexpr int kUnitsPerRows = kLatentDim / 16 / kFragments;
   static constexpr int kUnitsPerTile = Config::kRowGroups * kUnitsPerRows;
-  // Partials under way at once: those of sm_120's largest, with 188 multiprocessors, if one
-  // request has them all.
-  static constexpr int kAhead = kSplit == 1 ? 16 : 24;
+  // Partials that a warp asks for at once. Split among 8 warps, all those that a request can have
+  // from sm_120's largest card, with 188 multiprocessors. A warp that has a fragment to itself
+  // asks for fewer, so that two blocks fit a multiprocessor: fragments are many then.
+  static constexpr int kAhead = kSplit == 1 ? 8 : 24;
 
   // Shared memory: what the warps of a fragment found; 8 sums, 2 maxima and 2 weights a lane.
   static constexpr int kSmemBytes = kSplit > 1 ? kWarps * 12 * 32 * 4 : 0;
@@ -36,7 +37,7 @@ struct Combine {
     int first_row;             // of the 16, in the request
     int row_group, fragment;   // in the row tile; this warp's
     int count;                 // partials; 0: nothing to merge
-    int first_group;           // that has one
+    int first;                 // group that has one, or the request's first chunk
   };
   __device__ __forceinline__ Unit find(int request, int row_tile, int unit) const {
     Unit u;
@@ -48,11 +49,12 @@ struct Combine {
     if (u.first_row >= u.rows.num_queries(p)) return u;
     const Schedule<Config::kTokens> schedule(p);
     const int begin = schedule.request_begin(p, request);
-    const int first = schedule.group_of(begin);
-    const int last = schedule.group_of(begin + schedule.tiles_of(p, request) - 1);
-    if (first == last) return u;   // one group had the whole request and wrote its output
+    const int end = begin + schedule.units_of(p, request) - 1;
+    const int first = p.batch_invariant ? begin : schedule.group_of(begin);
+    const int last = p.batch_invariant ? end : schedule.group_of(end);
+    if (first == last) return u;   // one segment was the whole request and wrote its output
     u.count = last - first + 1;
-    u.first_group = first;
+    u.first = first;
     return u;
   }
 
@@ -60,7 +62,8 @@ struct Combine {
     const int count = unit.count, fragment = unit.fragment;
     if (count == 0) return;
     // All of them lie in slots 0, but the first, where the request begins.
-    const int slot = partial_slot(p, unit.first_group, row_tile, false), step = 2 * p.row_tiles;
+    const int slot = partial_slot(p, unit.first, row_tile, false);
+    const int step = partial_slot(p, 1, 0, false);
     const uint4* outs = static_cast<const uint4*>(p.partial_out) +
                         partial_fragment<Config>(slot, unit.row_group, fragment) + lane;
     const float2* lses = reinterpret_cast<const float2*>(
@@ -90,7 +93,7 @@ struct Combine {
       each([&](int u) {
         lse[u] = make_float2(-INFINITY, -INFINITY);
         out[u] = make_uint4(0, 0, 0, 0);
-        const int begins = u == 0 && start == 0;
+        const int begins = u == 0 && start == 0 && !p.batch_invariant;
         if (u < left) {
           lse[u] = __ldcg(lse_at + begins * partial_row<Config>(1, 0) / 2);
           out[u] = __ldcg(out_at + begins * partial_fragment<Config>(1, 0, 0));
@@ -177,7 +180,7 @@ struct Combine {
 
 // Grid (row tiles * kUnitsPerTile, batch_size).
 template <class Config, int kSplit>
-__global__ void __launch_bounds__(256) combine(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(256, kSplit == 1 ? 2 : 1) combine(const __grid_constant__ VerifyParams p) {
   extern __shared__ float combine_smem[];
   using C = Combine<Config, kSplit>;
   // Blocks of this grid start once all of the verify kernel's run, hence after all that came

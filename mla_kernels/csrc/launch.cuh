@@ -58,7 +58,7 @@ cudaError_t launch_config(const VerifyParams& p, const LaunchShape& shape, cudaS
   config.attrs = &attribute;
   config.numAttrs = shape.dependent ? 1 : 0;
   if (cudaError_t e = cudaLaunchKernelEx(&config, tree_verify<Config>, p)) return e;
-  if (p.groups == 1) return cudaSuccess;  // nothing to merge
+  if (p.groups == 1 && !p.batch_invariant) return cudaSuccess;  // nothing to merge
   switch (shape.combine_split) {
     case 8: return launch_combine<Config, 8>(p, shape, stream);
     case 4: return launch_combine<Config, 4>(p, shape, stream);

@@ -32,6 +32,7 @@ struct VerifyParams {
   int latent_offset;           // in bytes: 0 (latent first) or 128 (rope first)
   int groups;                  // work groups that the batch's tiles are shared out to
   int row_tiles;               // row tiles of the largest request
+  int batch_invariant;         // requests are cut by their own length alone (schedule.cuh)
   float logit_scale;           // sm_scale * k_scale
   float logit_cap;             // 0: none
   float value_scale;           // v_scale

@@ -517,7 +517,7 @@ struct VerifyBlock {
     pin(thread);
     const Segment segment = walk<Segment>(offsetof(Walk, segment));
     const RequestRows rows = walk<RequestRows>(offsetof(Walk, rows));
-    const int slot = partial_slot(p, blockIdx.y, blockIdx.x, segment.tile_begin == 0);
+    const int slot = partial_slot(p, segment.owner, blockIdx.x, segment.tile_begin == 0);
     const int num_rows = rows.num_queries(p);
     __syncthreads();  // every warp has read its last probabilities, and is done with the tiles
     if (finishes()) {
@@ -714,16 +714,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Segment segment = {};
   while (true) {
     const Schedule<Config::kTokens> schedule(p);
-    const int tile = schedule.begin(blockIdx.y) + segment.done;
-    const int left = schedule.begin(blockIdx.y + 1) - tile;
-    if (left <= 0) break;
-    schedule.locate(p, tile, segment.request, segment.tile_begin);
-    const int request_tiles = schedule.tiles_of(p, segment.request);
-    const int count = min(request_tiles - segment.tile_begin, left);
-    segment.tile_end = segment.tile_begin + count;
-    segment.whole = count == request_tiles;
-    segment.done += count;
-    segment.last = count == left;
+    if (!schedule.next(p, blockIdx.y, segment)) break;
     // A request smaller than the largest has fewer row tiles.
     if (block.first_row() >= RequestRows(p, segment.request).num_queries(p)) continue;
     block.run(segment);

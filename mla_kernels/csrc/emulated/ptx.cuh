@@ -94,6 +94,15 @@ inline uint32_t smem_load_word(uint32_t address, Site site = Site::here()) {
   return x;
 }
 
+inline void smem_store(uint32_t address, const void* x, Site site = Site::here()) {
+  emulated::shared_store(address, &x, 8, site);
+}
+inline const char* smem_load_pointer(uint32_t address, Site site = Site::here()) {
+  const char* x;
+  emulated::shared_load(&x, address, 8, site);
+  return x;
+}
+
 template <class T>
 void smem_put(uint32_t address, const T& x, Site site = Site::here()) {
   uint32_t word[sizeof(T) / 4];
@@ -123,6 +132,21 @@ inline void copy_async_16B(uint32_t smem, const void* global, Site site = Site::
 inline void copy_async_arrive(uint32_t barrier, Site site = Site::here()) {
   emulated::copy_async_arrive(barrier, site);
 }
+
+inline void copy_bulk(uint32_t smem, const void* global, int bytes, uint32_t barrier,
+                      Site site = Site::here()) {
+  emulated::copy_bulk(smem, global, bytes, barrier, site);
+}
+inline void barrier_expect(uint32_t barrier, int bytes, Site site = Site::here()) {
+  emulated::mbarrier_expect(barrier, bytes, site);
+}
+// All lanes must be here; the first is the one.
+inline bool elect_one(Site site = Site::here()) {
+  emulated::collective("elect.sync", 0xffffffffu, nullptr,
+                       [](void* const*, uint32_t, Site) {}, site);
+  return emulated::self->lane == 0;
+}
+inline void fence_before_bulk() {}
 
 // ---- barriers ---------------------------------------------------------------------------
 

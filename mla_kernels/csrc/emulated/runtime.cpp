@@ -119,6 +119,7 @@ struct NamedBarrier {
 };
 struct MBarrier {
   int count = 0, pending = 0;
+  int bytes = 0;               // announced, and not brought yet
   uint32_t phase = 0;          // the one that is not complete
   std::vector<std::pair<uint32_t, Copy>> copies;   // by the phase that covers them
   std::vector<Thread*> waiting;
@@ -328,12 +329,16 @@ void land(Block& b, MBarrier& barrier) {
                      [&](const auto& entry) { return entry.first < barrier.phase; }),
       barrier.copies.end());
 }
-void arrive(MBarrier& barrier) {
-  if (--barrier.pending) return;
+void complete_if_done(MBarrier& barrier) {
+  if (barrier.pending || barrier.bytes) return;
   barrier.pending = barrier.count;
   ++barrier.phase;
   for (Thread* t : barrier.waiting) wake(t);
   barrier.waiting.clear();
+}
+void arrive(MBarrier& barrier) {
+  --barrier.pending;
+  complete_if_done(barrier);
 }
 
 // ---- running ----------------------------------------------------------------------------
@@ -530,6 +535,22 @@ void copy_async_arrive(uint32_t barrier, Site site) {
   arrive(to);
 }
 
+void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier, Site site) {
+  MBarrier& to = mbarrier(barrier, site);
+  if (bytes < 16 || bytes % 16) fault(site, text("copies %d bytes, which is no multiple of 16", bytes));
+  Block& b = *me().block;
+  for (int at = 0; at < bytes; at += 16) {
+    char* target = writable(shared + at, 16, site, "copies to");
+    global_at(static_cast<const char*>(global) + at, 16, site, "copies");
+    memset(target, 0xff, 16);
+    b.in_flight[(shared - kBase + at) / 16] = site;
+  }
+  memset(&b.state[shared - kBase], kInFlight, bytes);
+  to.copies.push_back({to.phase, {shared, static_cast<const char*>(global), bytes, site}});
+  to.bytes -= bytes;
+  complete_if_done(to);
+}
+
 void mbarrier_init(uint32_t barrier, int count, Site site) {
   shared_at(barrier, 8, site, "makes a barrier of");
   if (count < 1) fault(site, text("makes a barrier for %d arrivals", count));
@@ -540,6 +561,11 @@ void mbarrier_init(uint32_t barrier, int count, Site site) {
   made.count = made.pending = count;
 }
 void mbarrier_arrive(uint32_t barrier, Site site) { arrive(mbarrier(barrier, site)); }
+void mbarrier_expect(uint32_t barrier, int bytes, Site site) {
+  MBarrier& to = mbarrier(barrier, site);
+  to.bytes += bytes;
+  arrive(to);
+}
 void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site) {
   MBarrier& on = mbarrier(barrier, site);
   while ((on.phase & 1) == parity) {

@@ -52,11 +52,14 @@ void global_load(void* to, const void* from, int bytes, Site site);
 // barrier that covers it.
 void copy_async(uint32_t shared, const void* global, int bytes, Site site);
 void copy_async_arrive(uint32_t barrier, Site site);
+// The same by the copy engine, which tells a barrier of the bytes that it brings.
+void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier, Site site);
 
 // ---- barriers ---------------------------------------------------------------------------
 
 void mbarrier_init(uint32_t barrier, int count, Site site);
 void mbarrier_arrive(uint32_t barrier, Site site);
+void mbarrier_expect(uint32_t barrier, int bytes, Site site);   // arrives as well
 void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site);
 void named_barrier(int name, int threads, Site site);
 void block_barrier(Site site);

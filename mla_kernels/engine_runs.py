@@ -1,0 +1,126 @@
+"""Recorded runs of a real engine: what ``scripts/engine_run.py`` wrote on some machine.
+
+An engine a run, each with SGLang's own Triton backend or with ours, and what comparing two of
+them gave. A machine without such an engine shows these, and says where and when they were made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "data" / "engine"
+
+#: SGLang's path against ours, for the two ways to run a decode step.
+PAIRS = {"CUDA graphs": ("triton-graph-64", "ours-graph-64"),
+         "eager": ("triton-eager-64", "ours-eager-64")}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRecord:
+    """
+    Args:
+        runs: by name, each with its settings and ``found``, the measurements as they came.
+        compared: by ``"one / other"``, rows of two runs' tokens and rates, a context each.
+        origin: GPU, driver, versions, commit and date.
+    """
+
+    runs: dict[str, dict[str, Any]]
+    compared: dict[str, list[dict[str, Any]]]
+    model: dict[str, Any]
+    origin: dict[str, Any]
+
+    def rows(self, one: str, other: str) -> list[dict[str, Any]]:
+        """The comparison of two runs, by context; empty where one is lacking."""
+        return self.compared.get(f"{one} / {other}", [])
+
+    def found(self, run: str, kind: str, context: int) -> list[dict[str, Any]]:
+        return [f for f in self.runs.get(run, {}).get("found", []) if "error" not in f
+                and (f["kind"], f.get("context")) == (kind, context)]
+
+    def attention_us(self, run: str, context: int) -> float | None:
+        """Median microseconds that a verify call of one layer keeps the GPU, from the profiler's
+        trace; None where there is none."""
+        kind = self.runs[run]["backend"] if run in self.runs else ""
+        times = [f["attention"].get(kind) for f in self.found(run, "profile", context)]
+        return times[0][1] if times and times[0] else None
+
+    def step_ms(self, run: str, context: int) -> float | None:
+        """Milliseconds of a whole verify step, drafts known from the pass before."""
+        steps = [(f["seconds"], f["verify_steps"]) for f in self.found(run, "decode", context)
+                 if f["draft"] == "warm" and f["verify_steps"]]
+        return min(1e3 * s / n for s, n in steps) if steps else None
+
+    def table(self, pairs: dict[str, tuple[str, str]] = PAIRS) -> list[dict[str, Any]]:
+        """A row for each pair, context and kind of draft."""
+        table = []
+        for mode, (one, other) in pairs.items():
+            for row in self.rows(one, other):
+                context = row["context"]
+                for draft in row["speedup"]:
+                    rates = [row["tokens_per_second"][n][draft] for n in (one, other)]
+                    table.append({
+                        "mode": mode, "context": context, "draft": draft,
+                        "SGLang tokens/s": rates[0], "ours tokens/s": rates[1],
+                        "speed-up": rates[1] / rates[0],
+                        "SGLang us/layer": self.attention_us(one, context),
+                        "ours us/layer": self.attention_us(other, context)})
+        return table
+
+    def tokens(self, one: str, other: str) -> list[str]:
+        """A sentence for each context: are the greedy tokens the same, and if not, why."""
+        count = self.model.get("new_tokens", 0) + 1
+        return [f"{row['context']:,} tokens of context: " + (
+            f"the same {count} tokens" if row["same_tokens"] else _difference(row))
+            for row in self.rows(one, other)]
+
+    def said(self, run: str) -> list[str]:
+        """What an engine's log says of who served, with the time and the rank cut off."""
+        lines = (line.rpartition("] ")[2] for line in self.runs.get(run, {}).get("said", []))
+        return list(dict.fromkeys(line for line in lines if line.startswith(
+            ("SGLang", "shadow", "MLA_KERNELS"))))
+
+    def __str__(self) -> str:
+        o = self.origin
+        return (f"SGLang {o.get('sglang')} on {o.get('gpu')}, {o.get('date')}, driver "
+                f"{o.get('driver')}, torch {o.get('torch')}, commit {o.get('commit')}: "
+                f"{sum(bool(r.get('whole')) for r in self.runs.values())} of {len(self.runs)} "
+                "engine runs are whole")
+
+
+def _difference(row: dict[str, Any]) -> str:
+    text = f"the first difference is token {row['first_difference']}"
+    tops = row.get("top2_there")
+    if not tops or len(tops) != 2:
+        return text
+    gaps = [abs(pair[0][1] - pair[1][1]) for pair in tops]
+    same = {t for t, _ in tops[0]} == {t for t, _ in tops[1]}
+    return text + (", where both have the same two likeliest tokens, apart by {:.3f} and {:.3f} in "
+                   "log-probability".format(*gaps) if same else
+                   ", where the likeliest tokens differ")
+
+
+def load(path: Path | str) -> EngineRecord:
+    """One file.
+
+    Raises:
+        ValueError: it is not what ``scripts/engine_run.py`` writes; the message says why.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        runs, compared, model = data.pop("runs"), data.pop("compared"), data.pop("model")
+        data.pop("packages", None)
+        if not all({"backend", "found", "whole"} <= set(run) for run in runs.values()):
+            raise ValueError("a run lacks its backend, its findings or whether it is whole")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a record of scripts/engine_run.py "
+                         f"({type(error).__name__}: {error})") from error
+    return EngineRecord(runs, compared, model, data)
+
+
+def latest(folder: Path | str = FOLDER) -> EngineRecord | None:
+    """The last recorded run by date; None where nothing is recorded yet."""
+    found = [load(path) for path in sorted(Path(folder).glob("*.json"))]
+    return max(found, key=lambda record: str(record.origin.get("date")), default=None)
