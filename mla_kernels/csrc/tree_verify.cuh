@@ -164,9 +164,6 @@ struct VerifyBlock {
     return tile / C::kStages & 1;
   }
   __device__ __forceinline__ void init_barriers() const {
-    // Words that are read with the others and that nobody writes.
-    if constexpr (C::kFinishers < 4)
-      if (threadIdx.x < C::kTeams * 4) smem_store(smem + C::kChanged + threadIdx.x * 4, 0u);
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kTeams * C::kStages; ++i) {
         barrier_init(barrier(i),
