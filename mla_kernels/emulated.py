@@ -15,7 +15,9 @@ rounded to fp32 one by one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import hashlib
 import importlib.util
@@ -25,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -60,9 +63,12 @@ def sources() -> dict[str, str]:
     for name, text in texts.items():
         texts[name] = re.sub(
             r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
-            r"\n#define \2 (static_cast<\1*>(emulated::dynamic_shared()))\n", text)
+            r"#define \2 (static_cast<\1*>(emulated::dynamic_shared()))", text)
     return texts
 
+
+#: Compiled as files of their own; the rest are headers, or Python's way in.
+SOURCES = ("verify.cu", "runtime.cpp", "counts.cpp")
 
 _loaded: dict[str, ModuleType] = {}
 
@@ -70,13 +76,19 @@ _loaded: dict[str, ModuleType] = {}
 def load(*, verbose: bool = False) -> ModuleType:
     """The kernels of ``build.CSRC`` as a Python module, from the cache or freshly compiled.
 
+    ``MLA_KERNELS_SANITIZE=address,undefined`` in the environment compiles them with these
+    sanitizers of the host's compiler; start Python with :func:`sanitizer_environment` then.
+
     Raises:
         build.BuildError: no compiler, or compilation failed.
     """
     compiler = build._host_compiler()
+    sanitize = os.environ.get("MLA_KERNELS_SANITIZE", "")
+    flags = (*FLAGS, *((f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g", "-O1")
+                       if sanitize else ()))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = sources()
-    parts = ["emulated", torch.__version__, sys.version, version, *FLAGS,
+    parts = ["emulated", torch.__version__, sys.version, version, *flags,
              *(part for item in texts.items() for part in item)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     if key in _loaded:
@@ -88,7 +100,7 @@ def load(*, verbose: bool = False) -> ModuleType:
         with open(build.cache_dir() / "lock-emulated", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (final / f"{name}.so").exists():
-                _compile(name, compiler, texts, final, verbose)
+                _compile(name, compiler, flags, texts, final, verbose)
     except OSError as error:
         raise build.BuildError(f"cannot write the build cache {build.cache_dir()}: {error}. Set "
                                "MLA_KERNELS_CACHE to a folder that can be written") from error
@@ -101,7 +113,21 @@ def load(*, verbose: bool = False) -> ModuleType:
     return module
 
 
-def _compile(name: str, compiler: str, texts: dict[str, str], final: Path, verbose: bool) -> None:
+def sanitizer_environment() -> dict[str, str] | None:
+    """What a Python needs in its environment to load a build with AddressSanitizer and
+    UndefinedBehaviorSanitizer: their libraries before all others, no search for leaks (Python's
+    own), and :func:`load`'s flag. None where the compiler has no such library."""
+    found = [subprocess.run([build._host_compiler(), f"-print-file-name={name}"],
+                            capture_output=True, text=True).stdout.strip()
+             for name in ("libasan.so", "libstdc++.so")]
+    if not all(map(os.path.isabs, found)):
+        return None
+    return {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0",
+            "MLA_KERNELS_SANITIZE": "address,undefined"}
+
+
+def _compile(name: str, compiler: str, flags: Sequence[str], texts: dict[str, str], final: Path,
+             verbose: bool) -> None:
     from torch.utils import cpp_extension
 
     folder = Path(tempfile.mkdtemp(prefix=f"{final.name}.building-", dir=final.parent))
@@ -110,16 +136,17 @@ def _compile(name: str, compiler: str, texts: dict[str, str], final: Path, verbo
             (folder / file).write_text(text)
 
         def object_of(source: str) -> None:
-            build._run(["env", "-C", folder, compiler, *FLAGS, "-x", "c++", "-c", source, "-o",
+            build._run(["env", "-C", folder, compiler, *flags, "-x", "c++", "-c", source, "-o",
                         f"{source}.o"], compiler)
 
         with ThreadPoolExecutor() as pool:
-            list(pool.map(object_of, ("verify.cu", "runtime.cpp")))
+            list(pool.map(object_of, SOURCES))
         with _ninja_on_path():
             cpp_extension.load_inline(
                 name=name, cpp_sources=texts["bindings.cpp"], no_implicit_headers=True,
                 extra_cflags=["-std=c++17", "-O2"], extra_include_paths=[str(folder)],
-                extra_ldflags=[str(folder / "verify.cu.o"), str(folder / "runtime.cpp.o")],
+                extra_ldflags=[*(str(folder / f"{source}.o") for source in SOURCES),
+                               *(f for f in flags if f.startswith("-fsanitize"))],
                 build_directory=str(folder), verbose=verbose)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(folder, final)
@@ -140,6 +167,26 @@ class _ninja_on_path:
 
     def __exit__(self, *exception: object) -> None:
         os.environ["PATH"] = self.before
+
+
+@dataclasses.dataclass
+class Counts:
+    """What :func:`counting` counted, once it is over: lines as in ``csrc/emulated/counts.h``."""
+
+    text: str = ""
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Counts what the calls inside move. They take about twice as long."""
+    library, counts = load().library, Counts()
+    library.emulated_counts.restype = ctypes.c_char_p
+    library.emulated_count(1)
+    try:
+        yield counts
+        counts.text = library.emulated_counts().decode()
+    finally:
+        library.emulated_count(0)
 
 
 def plan_for(batch: VerifyBatch, num_heads: int, **overrides) -> LaunchPlan:

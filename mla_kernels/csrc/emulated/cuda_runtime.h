@@ -172,13 +172,11 @@ struct dim3 : emulated::Index {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : emulated::Index{x_, y_, z_} {}
 };
 enum cudaLaunchAttributeID {
-  cudaLaunchAttributeCooperative,
   cudaLaunchAttributeProgrammaticStreamSerialization
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
-    int cooperative;
     int programmaticStreamSerializationAllowed;
   } val;
 };
@@ -197,15 +195,12 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;
   } closure{kernel, {arguments...}};
-  emulated::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes, false,
+  emulated::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes,
                           reinterpret_cast<const void*>(kernel), [](void* c) {
                             std::apply(static_cast<Closure*>(c)->kernel,
                                        static_cast<Closure*>(c)->parameters);
                           },
                           &closure, sizeof closure};
-  for (unsigned i = 0; i < config->numAttrs; ++i)
-    if (config->attrs[i].id == cudaLaunchAttributeCooperative)
-      launch.cooperative = config->attrs[i].val.cooperative;
   return emulated::launch(launch) ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

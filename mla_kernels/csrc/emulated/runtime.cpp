@@ -22,7 +22,10 @@
 #include <tuple>
 #include <vector>
 
+#include "counts.h"
+
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -147,9 +150,8 @@ struct Buffer {
 };
 
 std::vector<Buffer> buffers;
-std::vector<std::unique_ptr<Block>> blocks;
+Block block;                   // blocks run one after another
 std::deque<Thread*> ready;
-NamedBarrier grid_wait;
 Launch current;
 Fiber host;
 bool failed = false;
@@ -182,7 +184,6 @@ void run(Fiber& from, Fiber& to, Identity* next) {
   const void* bottom;
   size_t bytes;
   __sanitizer_finish_switch_fiber(from.shadow, &bottom, &bytes);
-  if (!host.stack && &from != &host) host.stack = nullptr;
 #else
   change(from, to);
 #endif
@@ -214,11 +215,6 @@ void wake(Thread* t) {
   failed = true;
   while (true) run(me().fiber, host, nullptr);
 }
-
-#if defined(__SANITIZE_ADDRESS__)
-const void* host_bottom = nullptr;
-size_t host_bytes = 0;
-#endif
 
 void body() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -292,6 +288,12 @@ const char* global_at(const void* pointer, int bytes, Site site, const char* wha
     fault(site, text("%s %d bytes at %s + %zu; it has %zu", what, bytes, nearest->name.c_str(),
                      static_cast<size_t>(at - nearest->begin), nearest->bytes));
   fault(site, text("%s %d bytes at a global address before every buffer", what, bytes));
+}
+
+const char* buffer_of(const char* at) {
+  for (const Buffer& b : buffers)
+    if (at >= b.begin && at < b.begin + b.bytes) return b.name.c_str();
+  return "nothing known";
 }
 
 // ---- barriers ---------------------------------------------------------------------------
@@ -371,25 +373,28 @@ void begin_block(Block& b, Index index) {
                                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
       t.fiber.bytes = kStackBytes;
     }
+#if defined(__SANITIZE_ADDRESS__)
+    // The last block's frames were left, not returned from.
+    __asan_unpoison_memory_region(t.fiber.stack, t.fiber.bytes);
+#endif
     prepare(t.fiber, body);
     ready.push_back(&t);
   }
 }
 
 // Who waits where, once nobody can run.
-void check_stuck(size_t number) {
+void check_stuck() {
   std::map<std::tuple<std::string, std::string>, std::pair<int, std::string>> waiting;
   int left = 0, stuck = 0;
-  for (size_t i = 0; i < number; ++i)
-    for (const Thread& t : blocks[i]->threads) {
-      if (t.done) {
-        ++left;
-        continue;
-      }
-      ++stuck;
-      auto& entry = waiting[{t.waits_for ? t.waits_for : "nothing", name_of(t.waits_at)}];
-      if (!entry.first++) entry.second = name_of(t);
+  for (const Thread& t : block.threads) {
+    if (t.done) {
+      ++left;
+      continue;
     }
+    ++stuck;
+    auto& entry = waiting[{t.waits_for ? t.waits_for : "nothing", name_of(t.waits_at)}];
+    if (!entry.first++) entry.second = name_of(t);
+  }
   if (!stuck) return;
   failed = true;
   message = text("stuck: %d threads wait for what will not come, %d have left the kernel", stuck,
@@ -399,13 +404,13 @@ void check_stuck(size_t number) {
                     entry.first, std::get<0>(where).c_str(), entry.second.c_str());
 }
 
-void run_blocks(size_t number) {
+void run_block() {
   while (!failed && !ready.empty()) {
     Thread* next = ready.front();
     ready.pop_front();
     run(host, next->fiber, next);
   }
-  if (!failed) check_stuck(number);
+  if (!failed) check_stuck();
 }
 
 template <float (*convert)(uint16_t)>
@@ -418,7 +423,8 @@ struct MmaOperands {
 };
 
 template <float (*convert)(uint16_t)>
-void multiply(void* const* operands, uint32_t, Site) {
+void multiply(void* const* operands, uint32_t, Site site) {
+  if (counting) count_warp(kMma, site, nullptr);
   float a[16][16], b[16][8], d[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& own = *static_cast<const MmaOperands*>(operands[lane]);
@@ -446,6 +452,12 @@ struct MatrixOperands {
 
 template <bool kTransposed>
 void load_matrices(void* const* operands, uint32_t, Site site) {
+  if (counting) {
+    uint32_t addresses[32];
+    for (int lane = 0; lane < 32; ++lane)
+      addresses[lane] = static_cast<MatrixOperands*>(operands[lane])->address;
+    count_warp(kLdmatrix, site, addresses);
+  }
   for (int m = 0; m < 4; ++m) {
     uint16_t x[8][8];
     for (int row = 0; row < 8; ++row)
@@ -510,13 +522,16 @@ uint32_t shared_address(const void* pointer, Site site) {
 }
 void shared_load(void* to, uint32_t address, int bytes, Site site) {
   memcpy(to, readable(address, bytes, site, "reads"), bytes);
+  if (counting) count_lane(kSharedLoad, site, address, bytes);
 }
 void shared_store(uint32_t address, const void* from, int bytes, Site site) {
   memcpy(writable(address, bytes, site, "writes"), from, bytes);
   memset(&me().block->state[address - kBase], kWritten, bytes);
+  if (counting) count_lane(kSharedStore, site, address, bytes);
 }
 void global_load(void* to, const void* from, int bytes, Site site) {
   memcpy(to, global_at(from, bytes, site, "reads"), bytes);
+  if (counting) count_lane(kGlobalLoad, site, reinterpret_cast<uintptr_t>(from), bytes);
 }
 
 void copy_async(uint32_t shared, const void* global, int bytes, Site site) {
@@ -527,6 +542,10 @@ void copy_async(uint32_t shared, const void* global, int bytes, Site site) {
   memset(&b.state[shared - kBase], kInFlight, bytes);
   b.in_flight[(shared - kBase) / 16] = site;
   me().copies.push_back({shared, from, bytes, site});
+  if (counting) {
+    count_lane(kAsyncCopy, site, reinterpret_cast<uintptr_t>(from), bytes);
+    count_copied(buffer_of(from), bytes);
+  }
 }
 void copy_async_arrive(uint32_t barrier, Site site) {
   MBarrier& to = mbarrier(barrier, site);
@@ -548,6 +567,10 @@ void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier,
   memset(&b.state[shared - kBase], kInFlight, bytes);
   to.copies.push_back({to.phase, {shared, static_cast<const char*>(global), bytes, site}});
   to.bytes -= bytes;
+  if (counting) {
+    count_bulk(site, shared, reinterpret_cast<uintptr_t>(global), bytes);
+    count_copied(buffer_of(static_cast<const char*>(global)), bytes);
+  }
   complete_if_done(to);
 }
 
@@ -581,28 +604,19 @@ void named_barrier(int name, int threads, Site site) {
 void block_barrier(Site site) {
   meet(me().block->named[0], me().block->threads.size(), "__syncthreads", site);
 }
-void grid_barrier(Site site) {
-  if (!current.cooperative) fault(site, "waits for its grid, whose launch is not cooperative");
-  meet(grid_wait, me().block->threads.size() * current.grid.x * current.grid.y, "the grid", site);
-}
 
 bool launch(const Launch& asked) {
   current = asked;
   failed = false;
   message.clear();
   ready.clear();
-  grid_wait.here.clear();
   block_dim = asked.block;
   grid_dim = asked.grid;
   host = {};
-  const size_t number = static_cast<size_t>(asked.grid.x) * asked.grid.y;
-  const size_t together = asked.cooperative ? number : 1;
-  while (blocks.size() < together) blocks.emplace_back(new Block);
-  for (size_t i = 0; i < number && !failed; i += together) {
-    for (size_t j = 0; j < together; ++j)
-      begin_block(*blocks[j], {static_cast<unsigned>((i + j) % asked.grid.x),
-                               static_cast<unsigned>((i + j) / asked.grid.x), 0});
-    run_blocks(together);
+  for (unsigned i = 0; i < asked.grid.x * asked.grid.y && !failed; ++i) {
+    begin_block(block, {i % asked.grid.x, i / asked.grid.x, 0});
+    run_block();
+    if (counting) end_block();
   }
   self = nullptr;
   return !failed;

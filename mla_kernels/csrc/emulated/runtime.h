@@ -63,14 +63,12 @@ void mbarrier_expect(uint32_t barrier, int bytes, Site site);   // arrives as we
 void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site);
 void named_barrier(int name, int threads, Site site);
 void block_barrier(Site site);
-void grid_barrier(Site site);
 
 // ---- launches ---------------------------------------------------------------------------
 
 struct Launch {
   Index grid, block;
   size_t shared_bytes;
-  bool cooperative;
   const void* kernel;
   void (*call)(void* closure);
   void* closure;
