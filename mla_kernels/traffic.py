@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -24,6 +26,9 @@ from .device import RTX_PRO_6000
 from .workload import Shape, make_workload
 
 COLUMNS = ("what", "place", "instructions", "wavefronts", "least", "sectors", "needed", "bytes")
+
+#: Comparisons that ``scripts/emulated_against_ncu.py`` recorded.
+FOLDER = Path(__file__).parent.parent / "data" / "emulated"
 
 #: What lies in shared memory's pipe; bulk copies write past it.
 SHARED = ("ldmatrix", "shared load", "shared store")
@@ -115,6 +120,28 @@ def count(shape: Shape, sms: int = RTX_PRO_6000.sms, *, dtype: torch.dtype = tor
     return Traffic(shape, plan, sites, {name: int(n) for _, name, n in
                                         (line for line in lines if line[0] == "copied")},
                    batch.batch_size * (shape.context + shape.num_nodes))
+
+
+def beside_nsight_compute(folder: Path = FOLDER) -> pd.DataFrame | None:
+    """The recorded comparison with Nsight Compute, of the verify kernel: emulated, measured and
+    their quotient, by shape; None where there is none."""
+    rows = [row for path in sorted(folder.glob("*.json"))
+            for row in json.loads(path.read_text())["rows"]]
+    if not rows:
+        return None
+    table = {}
+    for row in rows:
+        line = {}
+        for name, title in (("tensor_instructions", "tensor instructions"),
+                            ("shared_wavefronts", "shared-memory wavefronts"),
+                            ("l2_read_sectors", "L2 sectors read")):
+            here, there = row[name]["emulator"], row[name]["nsight_compute"]
+            line |= {(title, "emulator"): f"{here:,}", (title, "Nsight"): f"{there:,}",
+                     (title, "quotient"): f"{here / there:.3f}"}
+        table[str(Shape.parse(row["shape"]))] = line
+    frame = pd.DataFrame.from_dict(table, orient="index")
+    frame.columns = pd.MultiIndex.from_tuples(frame.columns)
+    return frame
 
 
 def main(argv: Sequence[str] | None = None) -> int:
