@@ -108,22 +108,32 @@ class Notebook:
 
     def run_all(self, seconds: float = 240) -> None:
         """Runs all cells and waits until none is queued or running."""
-        menu = self.page.locator(".lm-MenuBar-item", has_text=re.compile("^Run$"))
-        menu.click()
-        self.page.locator(".lm-Menu-item:visible", has_text="Run All Cells").first.click()
-        quiet, end = 0, time.monotonic() + seconds
+        end = time.monotonic() + seconds
+        while not self._begun():     # a busy page takes the first click for nothing
+            assert time.monotonic() < end, f"{self.name} does not begin within {seconds} s"
+            self.page.keyboard.press("Escape")
+            self.page.locator(".lm-MenuBar-item", has_text=re.compile("^Run$")).click()
+            self.page.locator(".lm-Menu-item:visible", has_text="Run All Cells").first.click()
+            for _ in range(20):
+                if self._begun():
+                    break
+                self.page.wait_for_timeout(400)
+        quiet = 0
         while quiet < 3:
             assert time.monotonic() < end, f"{self.name} still runs after {seconds} s"
             self.page.wait_for_timeout(400)
-            prompts = self.page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
-            begun = any(re.search(r"\d", p) for p in prompts)
-            quiet = quiet + 1 if begun and not any("*" in p for p in prompts) else 0
+            quiet = 0 if any("*" in p for p in self._prompts()) else quiet + 1
+
+    def _prompts(self) -> list[str]:
+        return self.page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+
+    def _begun(self) -> bool:
+        return any(re.search(r"[\d*]", p) for p in self._prompts())
 
     def problems(self) -> list[str]:
         """Errors, warnings and broken widgets in the outputs."""
         kinds = ("application/vnd.jupyter.error", "application/vnd.jupyter.stderr")
-        prompts = self.page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
-        found = [f"cell {i} did not run" for i, p in enumerate(prompts)
+        found = [f"cell {i} did not run" for i, p in enumerate(self._prompts())
                  if not re.search(r"\d", p)]
         for kind in kinds:
             for one in self.page.locator(f".jp-OutputArea-output[data-mime-type='{kind}']").all():
