@@ -4,8 +4,9 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
 ``source``, ``schedule``, ``cuda``, ``triton``, ``attention``, ``check``, ``records``,
 ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
-``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``, ``figures_limits``,
-``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
+``peers``, ``bench``, ``autotune``, ``predict``, ``figures``, ``figures_speed``,
+``figures_limits``, ``figures_peers``, ``figures_predict``, ``figures_evidence``,
+``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
 """
 
 import importlib

@@ -121,7 +121,7 @@ def latency(
 def speedup_over_context(
     frame: pd.DataFrame,
     *,
-    baseline: str = "triton_serial",
+    baseline: str = "sglang_extend",
     provider: str = "cuda",
     num_nodes: Sequence[int] = (8, 16, 64),
     batch_size: int = 1,
@@ -163,7 +163,7 @@ def speedup_bars(
     shapes: Sequence[Sequence[int]],
     *,
     provider: str = "cuda",
-    baselines: Sequence[str] = ("triton_split", "triton_serial"),
+    baselines: Sequence[str] = ("triton_split", "sglang_extend"),
     title: str = "",
 ) -> Figure:
     """Speed-ups over baselines for single shapes, as points on a log axis with the times

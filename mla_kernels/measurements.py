@@ -185,7 +185,7 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
             fail(f"{column} must be one value in all rows; got {frame[column].unique().tolist()}")
 
 
-def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "triton_serial",
+def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "sglang_extend",
              tree: str = "3-ary") -> pd.DataFrame:
     """How many times faster ``provider`` is than ``baseline``, on one kind of tree.
 
