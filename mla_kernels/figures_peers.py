@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -37,19 +38,13 @@ def _rows(frame: pd.DataFrame, provider: str, shapes: Sequence[Sequence[int]]) -
     return rows[[tuple(s) in wanted for s in rows[SHAPE].itertuples(index=False)]]
 
 
-def _key(ax, frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> None:
+def _key(ax: Axes, frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> None:
+    """Who is who, above the axes in two columns, and the title above that."""
     names = NAMES | PEER_NAMES
-    ax.legend(handles=[
-        Line2D([], [], color=color, marker=marker, linestyle="", label=names[who],
-               markerfacecolor=color if tree == "3-ary" else "white")
-        for who, (color, marker, tree) in WHO.items() if len(_rows(frame, who, shapes))])
-    _restack(ax)
-
-
-def _restack(ax) -> None:
-    """The key above the axes in two columns, the title above the key."""
-    handles = ax.get_legend().legend_handles
-    ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2,
+    handles = [Line2D([], [], color=color, marker=marker, linestyle="", label=names[who],
+                      markerfacecolor=color if tree == "3-ary" else "white")
+               for who, (color, marker, tree) in WHO.items() if len(_rows(frame, who, shapes))]
+    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=2,
               borderaxespad=0.2, fontsize=8.5)
     ax.set_title(ax.get_title(loc="left"), loc="left", pad=12 + 13.5 * -(-len(handles) // 2))
 
@@ -83,12 +78,12 @@ def roofline(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], *, ceiling: C
     ax.plot(x, roof, color=COLOR["ink"], linewidth=1.5)
     ax.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), title=title,
            xlabel="arithmetic intensity, flop a byte (least bytes)", ylabel="TFLOP/s")
-    ax.annotate(f"memory\n{ceiling.bandwidth / 1e12:.2f} TB/s", (x[4], roof[4]), xytext=(-4, 6),
+    ax.set_ylim(top=2.5 * roof[-1])
+    ax.annotate(f"memory, {ceiling.bandwidth / 1e12:.2f} TB/s", (x[8], roof[8]), xytext=(-10, 8),
                 textcoords="offset points", ha="right", va="bottom", color=COLOR["muted"],
                 fontsize=9)
-    ax.annotate(f"mma.sync, {ceiling.tensor / 1e12:.0f} TFLOP/s", (x[-1], roof[-1]),
-                xytext=(0, 5), textcoords="offset points", ha="right", color=COLOR["muted"],
-                fontsize=9)
+    ax.annotate(f"mma.sync, {ceiling.tensor / 1e12:.0f} TFLOP/s", (ceiling.ridge, roof[-1]),
+                xytext=(4, 5), textcoords="offset points", color=COLOR["muted"], fontsize=9)
     _grid(ax, "both")
     _plain(ax)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
@@ -195,19 +190,17 @@ def linear_cost(frame: pd.DataFrame, *, context: int = 16384, title: str = "") -
         ValueError: fewer than two points for a line.
     """
     figure, (left, right) = _new_figure(3.9, 1, 2)
-    ends = []
     for i, nodes in enumerate((8, 16, 64)):
         rows = sweep(frame, "context", "cuda", batch_size=1, num_heads=8, num_nodes=nodes)
         x, y = rows["context"] / 1024, rows["latency_us"]
         slope, start = _line(x, y)
-        left.plot(x, y, linestyle="", marker=MARKERS[i], color=SERIES[i])
+        left.plot(x, y, linestyle="", marker=MARKERS[i], color=SERIES[i],
+                  label=f"{8 * nodes} rows: {start:.0f} µs + {slope:.2g} µs a 1k tokens")
         left.plot(x, start + slope * x, color=SERIES[i], linewidth=1.3)
-        ends.append((x.iloc[-1], y.iloc[-1], f"{8 * nodes} rows:\n{slope:.1f} µs\na 1k tokens",
-                     SERIES[i]))
     left.set(xlabel="context, 1,024 tokens", ylabel="time of a call, µs", ylim=(0, None),
              xlim=(0, None), title=title or "One request")
     _grid(left, "both")
-    _label_ends(left, ends, size=8.5)
+    left.legend(loc="upper left", fontsize=8.5)
 
     rows = of_tree(frame)
     rows = rows[(rows["provider"] == "cuda") & (rows["context"] == context)
@@ -226,7 +219,8 @@ def linear_cost(frame: pd.DataFrame, *, context: int = 16384, title: str = "") -
     right.plot(ends, start + slope * ends, color=COLOR["muted"], linewidth=1.3, zorder=0)
     right.set(xlabel="rows: heads × nodes", ylim=(0, None), xlim=(0, None),
               title=f"{context // 1024}k context: {64 * slope:.1f} µs for 64 rows")
-    right.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
     _grid(right, "both")
     right.legend(loc="upper left", fontsize=8.5)
     _origin(figure, frame)

@@ -76,7 +76,8 @@ def latency(
     title: str = "",
     **fixed: int,
 ) -> Figure:
-    """Time of a verify call against context or nodes, one line a provider.
+    """Time of a verify call against context or nodes, one line a provider that was measured on
+    two shapes or more.
 
     Args:
         frame: a run of :mod:`mla_kernels.measurements`.
@@ -94,7 +95,7 @@ def latency(
     values: set[int] = set()
     for provider in NAMES:
         rows = sweep(frame, along, provider, **fixed)
-        if rows.empty:
+        if len(rows) < 2:  # a point is no line
             continue
         color, marker = PROVIDER_STYLE[provider]
         ax.plot(rows[along], rows["latency_us"], color=color, marker=marker)

@@ -10,7 +10,7 @@ A block works through its share of the cache tile by tile. A tile keeps four thi
 
 and a call takes
 
-    overhead + waves * (rows * row + tiles * max(memory / efficiency, compute))
+    overhead + waves * (rows * row + tiles * max(memory / share, compute))
     compute = wait + max(tensor, shared) + serial * min(tensor, shared)
 
 with the launch that :func:`mla_kernels.cuda.plan` chooses for the card. The five numbers of
@@ -78,25 +78,28 @@ class Prediction:
     """A modelled call, in microseconds.
 
     Args:
-        fixed_us: start and merge, the same for any context.
+        start_us: what every call costs: launches, the first indices and rows.
+        merge_us: what grows with the rows of a block and not with the context: queries read,
+            partial results written and merged.
         prefix_us, draft_us: the tiles' time, dealt out by tokens.
         tile_us: by unit (:data:`UNITS`), what each would take alone for a tile.
     """
 
-    fixed_us: float
+    start_us: float
+    merge_us: float
     prefix_us: float
     draft_us: float
     tile_us: dict[str, float]
 
     @property
     def total_us(self) -> float:
-        return self.fixed_us + self.prefix_us + self.draft_us
+        return self.start_us + self.merge_us + self.prefix_us + self.draft_us
 
     @property
     def bound(self) -> str:
         """What most of the call's time goes to: ``"start and merge"``, ``"memory"``, or the
         longest of the units behind ``compute``."""
-        if self.fixed_us > self.prefix_us + self.draft_us:
+        if self.start_us + self.merge_us > self.prefix_us + self.draft_us:
             return "start and merge"
         compute = {unit: self.tile_us[unit] for unit in UNITS[1:]}
         if self.tile_us["memory"] >= self.tile_us["compute"]:
@@ -150,16 +153,20 @@ def _times(work: dict, e: Sequence, clock: float) -> dict:
     compute = wait_us + high / 2 + serial * low / 2
     stream = work["memory"] / memory
     tile = (compute + stream + abs(compute - stream)) / 2
-    return {"fixed": overhead + work["waves"] * work["rows"] * row,
+    return {"start": overhead, "merge": work["waves"] * work["rows"] * row,
             "loop": work["waves"] * work["tiles"] * tile, "memory": stream, "wait": wait_us,
             "compute": compute}
 
 
-def calibrate(frame: pd.DataFrame, card: Ceiling = H200) -> Efficiency:
+def calibrate(frame: pd.DataFrame, card: Ceiling = H200, *, serial: float | None = None
+              ) -> Efficiency:
     """Fits the model to measured times of our kernel: least squares of the logarithms.
 
     Args:
         frame: rows of :mod:`mla_kernels.measurements`; those of other providers are left out.
+        serial: holds :attr:`Efficiency.serial` there instead of fitting it. One card can hardly
+            tell it from ``wait_clocks``: fits with 0 and with 1 say how far a prediction depends
+            on that.
 
     Raises:
         ValueError: fewer than 10 rows of our kernel with a time.
@@ -177,15 +184,19 @@ def calibrate(frame: pd.DataFrame, card: Ceiling = H200) -> Efficiency:
     descent = torch.optim.LBFGS([logs], max_iter=500, tolerance_grad=1e-10,
                                 line_search_fn="strong_wolfe")
 
+    def values() -> list[torch.Tensor]:
+        numbers = list(logs.exp())
+        return numbers if serial is None else [*numbers[:3], torch.tensor(serial), numbers[4]]
+
     def loss() -> torch.Tensor:
         descent.zero_grad()
-        times = _times(work, logs.exp(), clock)
-        error = (((times["fixed"] + times["loop"]).log() - target) ** 2).mean()
+        times = _times(work, values(), clock)
+        error = (((times["start"] + times["merge"] + times["loop"]).log() - target) ** 2).mean()
         error.backward()
         return error
 
     descent.step(loss)
-    return Efficiency(*logs.detach().exp().tolist())
+    return Efficiency(*(float(value) for value in values()))
 
 
 def ours(frame: pd.DataFrame) -> pd.DataFrame:
@@ -206,13 +217,13 @@ def predict(shape: Sequence[int], card: Ceiling, efficiency: Efficiency) -> Pred
     clock = CLOCKS[card.name]
     work = _work([shape], card, clock)
     times = _times(work, dataclasses.astuple(efficiency), clock)
-    loop, fixed = float(times["loop"][0]), float(times["fixed"][0])
+    loop = float(times["loop"][0])
     _, _, nodes, context = shape
     draft = loop * nodes / (nodes + context)
     tile = {"memory": float(times["memory"][0]), "tensor": float(work["tensor"][0]),
             "shared": float(work["shared"][0]), "wait": float(times["wait"]),
             "compute": float(times["compute"][0])}
-    return Prediction(fixed, loop - draft, draft, tile)
+    return Prediction(float(times["start"]), float(times["merge"][0]), loop - draft, draft, tile)
 
 
 def held_out(frame: pd.DataFrame, *, folds: int = 5, batches: bool = False,
