@@ -196,7 +196,7 @@ def calibrate(frame: pd.DataFrame, card: Ceiling = H200, *, serial: float | None
         return error
 
     descent.step(loss)
-    return Efficiency(*(float(value) for value in values()))
+    return Efficiency(*(float(value.detach()) for value in values()))
 
 
 def ours(frame: pd.DataFrame) -> pd.DataFrame:

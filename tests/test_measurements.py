@@ -165,7 +165,7 @@ def test_figures_draw_the_data(run):
     assert run["commit"].iloc[0] in figure.get_supxlabel()
 
     figure = figures_speed.speedup_over_context(run, num_nodes=[8, 64])
-    assert measurements.NAMES["triton_serial"] in figure.axes[0].get_ylabel()
+    assert measurements.NAMES["sglang_extend"] in figure.axes[0].get_ylabel()
     for call in (lambda: figures_speed.speedup_bars(run, SPINE),
                  lambda: figures_speed.share_of_ceiling(run, SPINE)):
         labels = [t.get_text() for t in call().axes[0].get_yticklabels()]
