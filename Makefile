@@ -18,6 +18,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SGLANG_STAMP := $(VENV)/.installed-sglang
+BROWSER_STAMP := $(VENV)/.installed-browser
 # JupyterLab refuses to start as root without this, and root is who one is on rented machines.
 ROOTFLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 # An environment whose Python has gone (an upgrade removed it, the folder was moved) is made
@@ -31,7 +32,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help lab test run lint sglang clean clean-all FORCE
+.PHONY: help lab test run browser lint sglang clean clean-all FORCE
 
 help: ## list these targets
 	@echo "Usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -46,6 +47,9 @@ test: $(STAMP) ## install if needed, then run all tests
 
 run: $(STAMP) ## install if needed, then execute every notebook into build/workbook/*.html
 	"$(PY)" scripts/run_workbook.py $(NOTEBOOKS)
+
+browser: $(BROWSER_STAMP) ## run every notebook in a browser and move the labs' controls
+	"$(PY)" -m pytest browser_tests $(PYTESTFLAGS)
 
 lint: $(DEV_STAMP) ## check the style of the code with ruff
 	"$(PY)" -m ruff check .
@@ -64,7 +68,7 @@ clean-all: clean ## remove the environment too
 # was interrupted is taken up again. (The version check stands here and not in the script:
 # an old Python could not even parse that.)
 $(STAMP): pyproject.toml scripts/install.py $(REDO)
-	@rm -f "$@" "$(DEV_STAMP)" "$(SGLANG_STAMP)"
+	@rm -f "$@" "$(DEV_STAMP)" "$(SGLANG_STAMP)" "$(BROWSER_STAMP)"
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "make: $(PYTHON) is not to be found. Name a Python of 3.10 or newer:" \
 	       "make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
@@ -80,4 +84,13 @@ $(DEV_STAMP): $(STAMP)
 
 $(SGLANG_STAMP): $(STAMP)
 	@"$(PYTHON)" scripts/install.py "$(VENV)" --extras test,sglang
+	@touch "$@"
+
+# Where the system has no browser, Playwright is asked for one; where that fails too, the tests
+# skip and say so.
+$(BROWSER_STAMP): $(STAMP)
+	@"$(PY)" scripts/install.py "$(VENV)" --extras test,browser
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  "$(PY)" -m playwright install chromium || \
+	  echo "make: no browser could be installed; the tests in it are skipped" >&2
 	@touch "$@"

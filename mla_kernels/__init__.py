@@ -6,7 +6,8 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``measurements``,
 ``peers``, ``bench``, ``autotune``, ``predict``, ``figures``, ``figures_speed``,
 ``figures_limits``, ``figures_peers``, ``figures_predict``, ``figures_evidence``,
-``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``.
+``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``,
+``labs``.
 """
 
 import importlib

@@ -30,7 +30,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -261,6 +261,41 @@ def build_key(arch: str, toolkit: Toolkit) -> str:
 
 
 _loaded: dict[str, ModuleType] = {}
+
+
+@contextlib.contextmanager
+def variant(constants: Mapping[str, str]) -> Iterator[None]:
+    """While it lasts, everything here compiles and loads the sources with other values of some
+    constants. Not for several threads at once.
+
+    Args:
+        constants: names of ``constexpr`` numbers in ``csrc/`` and expressions to put in their
+            place; or any other text that occurs once, and its replacement.
+
+    Raises:
+        ValueError: a constant that is not defined exactly once.
+    """
+    global CSRC
+    with tempfile.TemporaryDirectory(prefix="mla-variant-") as scratch:
+        folder = shutil.copytree(CSRC, Path(scratch) / "csrc")
+        for name, value in constants.items():
+            pattern = (rf"(?<=constexpr )(\w+ {name} = )[^;,]+" if name.isidentifier() else
+                       f"()({re.escape(name)})")
+            texts = {p: p.read_text() for p in folder.glob("*.cuh")}
+            places = [p for p, text in texts.items() for _ in re.finditer(pattern, text)]
+            if len(places) != 1:
+                raise ValueError(f"constant {name} must be defined once in csrc; it is "
+                                 f"{len(places)} times")
+            places[0].write_text(re.sub(pattern, lambda m, v=value: m[1] + v, texts[places[0]]))
+        before, loaded = CSRC, dict(_loaded)
+        CSRC = folder
+        _loaded.clear()
+        try:
+            yield
+        finally:
+            CSRC = before
+            _loaded.clear()
+            _loaded.update(loaded)
 
 
 def load(arch: str | None = None, *, verbose: bool = False) -> ModuleType:

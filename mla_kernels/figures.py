@@ -507,7 +507,7 @@ def _draw_tree(ax: Axes, tree: DraftTree, *, size: float, numbers: bool,
     ax.set_xlim(x.min() - margin, x.max() + margin)
     ax.set_ylim(max(tree.depth, 1) + 0.55, -0.55)
     ax.set_xticks([])
-    ax.set_yticks(range(tree.depth + 1))
+    ax.set_yticks(range(0, tree.depth + 1, max(1, -(-tree.depth // 16))))
     ax.tick_params(axis="y", length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)

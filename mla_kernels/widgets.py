@@ -30,13 +30,14 @@ class Explorer(ipywidgets.VBox):
 
 
 def explore(
-    draw: Callable[..., Figure], *, height: float, **controls: ipywidgets.Widget
+    draw: Callable[..., Figure | tuple], *, height: float, **controls: ipywidgets.Widget
 ) -> Explorer:
     """Controls that redraw a figure.
 
     Args:
-        draw: gets the controls' values by name and returns a figure. What it raises is shown
-            as one line above the picture, which then stays as it was.
+        draw: gets the controls' values by name and returns a figure, or a tuple of things to
+            show one below the other. What it raises is shown as one line above the picture,
+            which then stays as it was.
         height: inches kept free for the picture, so that the page does not jump while it is
             redrawn; the tallest figure that ``draw`` makes.
         controls: sliders, drop-downs and so on. They report a value when it is final, not
@@ -62,7 +63,7 @@ def explore(
             _say(errors, f"{type(error).__name__}: {error}\n")
         else:
             _say(errors, "")
-            display(figure)
+            display(*figure if isinstance(figure, tuple) else (figure,))
 
     picture = ipywidgets.interactive_output(redraw, controls)  # draws once
     if failures:
