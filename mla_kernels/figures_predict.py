@@ -24,15 +24,11 @@ from .figures import (
 )
 from .figures_speed import _counts, _origin, _shape_text
 from .measurements import SHAPE, origin
-from .predict import Efficiency, ours, predict
+from .predict import START, UNITS, Efficiency, ours, predict
 
 #: Colours of what bounds a call.
-BOUND = {"start and merge": COLOR["muted"], "memory": SERIES[0], "tensor": SERIES[1],
-         "shared": SERIES[2], "wait": SERIES[3]}
-
-#: The same in words.
-BOUND_NAMES = {"start and merge": "start and merge", "memory": "device memory",
-               "tensor": "tensor cores", "shared": "shared memory", "wait": "waits"}
+BOUND = dict(zip((START, *UNITS.values()),
+                 (COLOR["muted"], *SERIES[:4]), strict=True))
 
 HATCH = "////"
 
@@ -119,7 +115,7 @@ def cards(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], efficiency: Effi
     axes[0].xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
     axes[0].xaxis.set_minor_formatter(NullFormatter())
     axes[1].set_xlabel("time of a call, µs (log)")
-    handles = [Patch(color=BOUND[b], label=BOUND_NAMES[b]) for b in BOUND if b in seen]
+    handles = [Patch(color=BOUND[b], label=b) for b in BOUND if b in seen]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles),
                   title="bound, says the model:", title_fontsize=9, fontsize=9)
     if title:

@@ -48,8 +48,12 @@ CLOCKS = {H200.name: 1.98e9, RTX_PRO_6000.name: 2.617e9, RTX_5090.name: 2.407e9}
 #: The recorded profile of the kernel, see ``scripts/profile_rows.py``.
 PROFILE = measurements.FOLDER.parent / "profiles" / "h200.json"
 
-#: What a block may be bound by, in the order of :class:`Prediction`'s fields.
-UNITS = ("memory", "tensor", "shared", "wait")
+#: What a tile keeps busy, in words.
+UNITS = {"memory": "device memory", "tensor": "tensor cores", "shared": "shared memory",
+         "wait": "waits"}
+
+#: The bound of a call that none of them is.
+START = "start and merge"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,8 @@ class Prediction:
         merge_us: what grows with the rows of a block and not with the context: queries read,
             partial results written and merged.
         prefix_us, draft_us: the tiles' time, dealt out by tokens.
-        tile_us: by unit (:data:`UNITS`), what each would take alone for a tile.
+        tile_us: by unit (:data:`UNITS`), what each would take alone for a tile; ``compute`` for
+            what the last three take together.
     """
 
     start_us: float
@@ -97,14 +102,13 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """What most of the call's time goes to: ``"start and merge"``, ``"memory"``, or the
-        longest of the units behind ``compute``."""
+        """What most of the call's time goes to: :data:`START`, or one of :data:`UNITS`' words;
+        of what is behind ``compute`` the longest."""
         if self.start_us + self.merge_us > self.prefix_us + self.draft_us:
-            return "start and merge"
-        compute = {unit: self.tile_us[unit] for unit in UNITS[1:]}
+            return START
         if self.tile_us["memory"] >= self.tile_us["compute"]:
-            return "memory"
-        return max(compute, key=compute.get)
+            return UNITS["memory"]
+        return UNITS[max(("tensor", "shared", "wait"), key=self.tile_us.get)]
 
 
 @functools.cache
@@ -250,3 +254,27 @@ def held_out(frame: pd.DataFrame, *, folds: int = 5, batches: bool = False,
             for shape in some[measurements.SHAPE].to_numpy()]))
     table = pd.concat(predicted).sort_index()
     return table.assign(error=table["modelled_us"] / table["latency_us"] - 1)
+
+
+def markdown_table(shapes: Sequence[Sequence[int]], efficiency: Efficiency) -> str:
+    """A table of modelled microseconds on the cards of sm_120 for the README, with the bound of
+    each."""
+    lines = ["| requests, heads, nodes, context | " + " | ".join(
+        f"{card.name}, **modelled** | bound" for card in (RTX_PRO_6000, RTX_5090)) + " |",
+        "|---|" + "---:|---|" * 2]
+    for shape in shapes:
+        cells = []
+        for card in (RTX_PRO_6000, RTX_5090):
+            modelled = predict(shape, card, efficiency)
+            cells += [f"{modelled.total_us:,.0f}", modelled.bound]
+        lines.append(f"| {', '.join(f'{n:,}' for n in shape)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def errors_sentence(table: pd.DataFrame, batches: pd.DataFrame) -> str:
+    """What the README says of :func:`held_out`, by folds and by batches."""
+    folds, harder = table["error"].abs(), batches["error"].abs()
+    return (f"On H200 shapes that it had not seen the model is {100 * folds.median():.1f} % off in "
+            f"the median and {100 * folds.max():.0f} % at worst ({len(folds)} shapes); for "
+            f"batches, from single requests alone, {100 * harder.median():.1f} % and "
+            f"{100 * harder.max():.0f} %.")

@@ -125,8 +125,8 @@ def test_no_prediction_beats_the_card(card, efficiency):
 
 
 def test_bounds_turn_where_they_should(efficiency):
-    assert predict.predict((8, 8, 1, 16384), RTX_PRO_6000, efficiency).bound == "memory"
-    assert predict.predict((8, 8, 64, 16384), RTX_5090, efficiency).bound == "tensor"
+    assert predict.predict((8, 8, 1, 16384), RTX_PRO_6000, efficiency).bound == "device memory"
+    assert predict.predict((8, 8, 64, 16384), RTX_5090, efficiency).bound == "tensor cores"
     assert predict.predict((1, 8, 1, 256), RTX_5090, efficiency).bound == "start and merge"
 
 
