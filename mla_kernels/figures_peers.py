@@ -79,9 +79,8 @@ def roofline(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], *, ceiling: C
     ax.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), title=title,
            xlabel="arithmetic intensity, flop a byte (least bytes)", ylabel="TFLOP/s")
     ax.set_ylim(top=2.5 * roof[-1])
-    ax.annotate(f"memory, {ceiling.bandwidth / 1e12:.2f} TB/s", (x[8], roof[8]), xytext=(-10, 8),
-                textcoords="offset points", ha="right", va="bottom", color=COLOR["muted"],
-                fontsize=9)
+    ax.annotate(f"memory, {ceiling.bandwidth / 1e12:.2f} TB/s", (x[0], roof[13]), xytext=(6, 0),
+                textcoords="offset points", color=COLOR["muted"], fontsize=9)
     ax.annotate(f"mma.sync, {ceiling.tensor / 1e12:.0f} TFLOP/s", (ceiling.ridge, roof[-1]),
                 xytext=(4, 5), textcoords="offset points", color=COLOR["muted"], fontsize=9)
     _grid(ax, "both")

@@ -62,11 +62,11 @@ def test_calibration_finds_the_numbers_that_made_the_data(run):
     assert held.serial == pytest.approx(0.25)
 
 
-def test_a_call_by_hand():
+@pytest.mark.parametrize("shape", [(8, 8, 8, 16384), (8, 8, 1, 16384)])
+def test_a_call_by_hand(shape):
     """One wave, one row tile: written out again from the module's first lines."""
     e = predict.Efficiency(5.0, 0.1, 1000.0, 0.25, 0.8)
-    shape = (8, 8, 8, 16384)
-    launch = cuda.plan(8, 8, 8, 16392, 132)
+    launch = cuda.plan(8, 8, shape[2], 16384 + shape[2], 132)
     assert launch.row_tiles == 1 and launch.groups <= 132
     tiles = -(-8 * 513 // launch.groups)
     memory = 1e6 * 36_864 * launch.groups / 4.23e12 / 0.8
@@ -191,12 +191,15 @@ def test_heat_map_frames_what_was_measured(run, efficiency):
 
 
 def test_a_step_gains_what_amdahl_says():
-    factor, share = np.random.default_rng().uniform([1.5, 0.1], [50, 0.9])
+    factor, share = np.random.default_rng().uniform([1.5, 0.3], [10, 0.9])
     (ax,) = figures_predict.decode_step([factor], share).axes
-    want = 1 / (1 - share + share / factor)
-    assert any(f"{want:.2f}×" in t.get_text() for t in ax.texts)
-    assert any(f"{1 / (1 - share):.2f}×" in t.get_text() for t in ax.texts)
-    assert all(line.get_linestyle() != "-" for line in ax.lines if len(line.get_xdata()) > 2)
+    mine, free = 1 / (1 - share + share / factor), 1 / (1 - share)
+    assert [t.get_text() for t in ax.texts] == [f"{factor:.3g}× attention: {mine:.2f}×",
+                                                f"free attention: {free:.2f}×"]
+    curves = [line for line in ax.lines if len(line.get_xdata()) > 2]
+    for line, want in zip(curves, (mine, free), strict=True):
+        assert line.get_linestyle() != "-"
+        assert np.interp(100 * share, *line.get_data()) == pytest.approx(want, rel=1e-3)
 
 
 def test_held_out_picture_states_the_errors(run, table):
