@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import cuda
+from . import cuda, emulated
 from .batch import VerifyBatch
 from .checked import check_batch
 from .layout import KVLayout, pool_rows
@@ -16,7 +16,7 @@ from .reference import verify_attention_reference
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-BACKENDS = ("auto", "cuda", "triton", "reference")
+BACKENDS = ("auto", "cuda", "triton", "emulated", "reference")
 
 
 def verify_attention(
@@ -64,11 +64,12 @@ def verify_attention(
             allocated when None. Pass ``out``, ``lse`` and ``workspace`` to call without
             allocating, as under CUDA graph capture.
         backend: ``"cuda"``, ``"triton"``, ``"reference"`` (float64), or ``"auto"``: the first
-            of these that can.
+            of these that can. ``"emulated"`` runs the CUDA kernel on the CPU, see
+            :mod:`mla_kernels.emulated`.
         batch_invariant: the bits of a request's result depend on that request alone, not on
-            what else is in the batch or on its capacities. Only ``"cuda"`` and ``"reference"``
-            can; costs time and workspace. Without it, a call with the same inputs still gives
-            the same bits every time.
+            what else is in the batch or on its capacities. Only ``"cuda"``, ``"emulated"`` and
+            ``"reference"`` can; costs time and workspace. Without it, a call with the same
+            inputs still gives the same bits every time.
 
     Returns:
         ``(out, lse)``; ``lse`` is the natural log of the sum of exponentials. A token that
@@ -179,6 +180,9 @@ def workspace_bytes(
     if backend == "cuda":
         return cuda.plan_for(batch, num_heads, batch.device,
                              batch_invariant=batch_invariant).workspace_bytes
+    if backend == "emulated":
+        return emulated.plan_for(batch, num_heads,
+                                 batch_invariant=batch_invariant).workspace_bytes
     if backend == "triton":
         from . import triton
 
@@ -198,6 +202,8 @@ def choose_backend(q_latent: torch.Tensor, q_rope: torch.Tensor, backend: str = 
     reason = cuda.why_not(q_latent, q_rope)
     if backend == "cuda" and reason:
         raise ValueError(f"backend 'cuda' cannot run this call: {reason}")
+    if backend == "emulated" and (missing := emulated.why_not(q_latent, q_rope)):
+        raise ValueError(f"backend 'emulated' cannot run this call: {missing}")
     if backend == "triton" and q_latent.dtype == torch.float64:
         raise ValueError("backend 'triton' cannot run this call: it takes bfloat16 and float16, "
                          "in the interpreter float16 and float32, not torch.float64")
@@ -276,6 +282,7 @@ def _run_triton(*args, **kwargs):
 _RUN: dict[str, Callable[..., None]] = {
     "cuda": cuda.verify_attention_cuda,
     "triton": _run_triton,
+    "emulated": emulated.verify_attention_emulated,
     "reference": _run_reference,
 }
 

@@ -178,6 +178,11 @@ def plan_for(batch: VerifyBatch, num_heads: int, device: torch.device, **overrid
 _forced: dict[str, int] = {}
 
 
+def overrides() -> dict[str, int]:
+    """What :func:`launch_as` holds now."""
+    return dict(_forced)
+
+
 @contextlib.contextmanager
 def launch_as(**overrides: int) -> Iterator[None]:
     """Inside, every launch of this process is planned with these overrides of :func:`plan`:
@@ -203,6 +208,45 @@ def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
     if torch.cuda.get_device_capability(q_latent.device) < (8, 0):
         return "it needs compute capability 8.0 or later"
     return None
+
+
+def named_tensors(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor,
+    draft_kv: torch.Tensor | None, batch: VerifyBatch, out: torch.Tensor, lse: torch.Tensor,
+    workspace: torch.Tensor,
+) -> dict[str, torch.Tensor | None]:
+    """A call's tensors by their names in ``VerifyParams``; None for a null pointer."""
+    in_pool = batch.draft_slots is not None
+    return {
+        "q_latent": q_latent, "q_rope": q_rope, "kv_pool": rows,
+        "draft_kv": None if in_pool else draft_kv, "draft_slots": batch.draft_slots,
+        "qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr,
+        "kv_indices": batch.kv_indices, "kv_lens": batch.kv_lens, "mask_bits": batch.mask_bits,
+        "out": out, "lse": lse, "partial_out": workspace,
+    }
+
+
+def fill(
+    p, tensors: dict[str, torch.Tensor | None], batch: VerifyBatch, launch: LaunchPlan, *,
+    layout: KVLayout, sm_scale: float, k_scale: float, v_scale: float, logit_cap: float,
+) -> None:
+    """Fills in ``VerifyParams`` (params.h): :func:`named_tensors`, their strides, numbers."""
+    for name, tensor in tensors.items():
+        setattr(p, name, 0 if tensor is None else tensor.data_ptr())
+    p.partial_lse = p.partial_out + launch.partial_out_bytes
+    p.mask_words = batch.mask_bits.shape[1]
+    q_latent, q_rope = tensors["q_latent"], tensors["q_rope"]
+    size = q_latent.element_size()
+    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
+    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
+    p.kv_row_stride = size * tensors["kv_pool"].stride(0)
+    p.draft_row_stride = 0 if tensors["draft_kv"] is None else size * tensors["draft_kv"].stride(0)
+    p.num_heads, p.batch_size = q_latent.shape[1], batch.batch_size
+    p.page_shift = batch.page_size.bit_length() - 1
+    p.latent_offset = size * layout.latent_offset
+    p.groups, p.row_tiles = launch.groups, launch.row_tiles
+    p.batch_invariant = launch.batch_invariant
+    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
 
 
 def verify_attention_cuda(
@@ -249,27 +293,9 @@ def verify_attention_cuda(
                          f"{workspace.numel():,}")
     module = build.load(arch)
     p = module.VerifyParams()
-    p.q_latent, p.q_rope = q_latent.data_ptr(), q_rope.data_ptr()
-    p.kv_pool = rows.data_ptr()
-    p.draft_kv = draft_kv.data_ptr() if batch.draft_slots is None else 0
-    p.draft_slots = 0 if batch.draft_slots is None else batch.draft_slots.data_ptr()
-    p.qo_indptr, p.kv_indptr = batch.qo_indptr.data_ptr(), batch.kv_indptr.data_ptr()
-    p.kv_indices, p.kv_lens = batch.kv_indices.data_ptr(), batch.kv_lens.data_ptr()
-    p.mask_bits, p.mask_words = batch.mask_bits.data_ptr(), batch.mask_bits.shape[1]
-    p.out, p.lse = out.data_ptr(), lse.data_ptr()
-    p.partial_out = workspace.data_ptr()
-    p.partial_lse = workspace.data_ptr() + launch.partial_out_bytes
-    size = q_latent.element_size()
-    p.q_latent_token_stride, p.q_latent_head_stride = (size * s for s in q_latent.stride()[:2])
-    p.q_rope_token_stride, p.q_rope_head_stride = (size * s for s in q_rope.stride()[:2])
-    p.kv_row_stride = size * rows.stride(0)
-    p.draft_row_stride = 0 if draft_kv is None else size * draft_kv.stride(0)
-    p.num_heads, p.batch_size = num_heads, batch.batch_size
-    p.page_shift = batch.page_size.bit_length() - 1
-    p.latent_offset = size * layout.latent_offset
-    p.groups, p.row_tiles = launch.groups, launch.row_tiles
-    p.batch_invariant = launch.batch_invariant
-    p.logit_scale, p.logit_cap, p.value_scale = sm_scale * k_scale, logit_cap, v_scale
+    tensors = named_tensors(q_latent, q_rope, rows, draft_kv, batch, out, lse, workspace)
+    fill(p, tensors, batch, launch, layout=layout, sm_scale=sm_scale, k_scale=k_scale,
+         v_scale=v_scale, logit_cap=logit_cap)
     with torch.cuda.device(index):
         module.tree_verify(
             p, rows=launch.rows, half=q_latent.dtype == torch.float16,

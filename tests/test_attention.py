@@ -245,8 +245,8 @@ def test_choice_of_a_backend(generator):
     with pytest.raises(ValueError, match="backend 'cuda' cannot run this call: it runs on a CUDA "
                                          "device, and the tensors are on cpu"):
         choose_backend(latent, rope, "cuda")
-    with pytest.raises(ValueError, match="backend must be one of auto, cuda, triton, reference; "
-                                         "got 'gpu'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, cuda, triton, emulated, "
+                                         "reference; got 'gpu'"):
         choose_backend(latent, rope, "gpu")
 
 
@@ -509,7 +509,8 @@ REFUSED = {
         batch=dataclasses.replace(a["batch"], max_kv_len=1000)),
                             ValueError, r"workspace must have at least [\d,]+ bytes; got 64"),
     "backend unknown": (put(backend="flash"), ValueError,
-                        "backend must be one of auto, cuda, triton, reference; got 'flash'"),
+                        "backend must be one of auto, cuda, triton, emulated, reference; "
+                        "got 'flash'"),
     "backend None": (put(backend=None), ValueError, "backend must be one of .*; got None"),
     "backend cuda": (put(backend="cuda"), ValueError,
                      "backend 'cuda' cannot run this call: it runs on a CUDA device"),
