@@ -87,6 +87,9 @@ def test_wavefronts_are_the_profiles_own():
         batch, heads, nodes, context = map(int, row["shape"].split(","))
         launch = cuda.plan(heads, batch, nodes, nodes + context, recorded["sms"])
         tiles = batch * -(-(nodes + context) // 32) * launch.row_tiles
+        # The launch assumed is the one profiled: 17 instructions of 4,096 flop a row and tile.
+        assert row["kernels"][0]["tensor_instructions"] == pytest.approx(
+            17 * launch.rows * tiles, rel=1e-3), row["shape"]
         assert row["kernels"][0]["shared_wavefronts"] >= 0.999 * counts[launch.rows] * tiles
 
 
