@@ -32,7 +32,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help lab test run browser lint sglang clean clean-all FORCE
+.PHONY: help lab test run figures browser lint sglang clean clean-all FORCE
 
 help: ## list these targets
 	@echo "Usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -47,6 +47,10 @@ test: $(STAMP) ## install if needed, then run all tests
 
 run: $(STAMP) ## install if needed, then execute every notebook into build/workbook/*.html
 	"$(PY)" scripts/run_workbook.py $(NOTEBOOKS)
+
+figures: $(STAMP) ## draw the README's and the notebooks' pictures and tables anew from data/
+	"$(PY)" scripts/refresh_readme.py
+	"$(PY)" scripts/refresh_notebooks.py
 
 browser: $(BROWSER_STAMP) ## run every notebook in a browser and move the labs' controls
 	"$(PY)" -m pytest browser_tests $(PYTESTFLAGS)

@@ -4,9 +4,10 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``graphs``, ``build``,
 ``source``, ``schedule``, ``cuda``, ``emulated``, ``triton``, ``attention``, ``check``,
 ``records``, ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``traffic``,
-``measurements``, ``peers``, ``bench``, ``autotune``, ``figures``, ``figures_speed``,
-``figures_limits``, ``figures_traffic``, ``figures_evidence``, ``figures_graphs``,
-``figures_sglang``, ``widgets``, ``sglang``, ``labs``.
+``measurements``, ``peers``, ``bench``, ``autotune``, ``predict``, ``figures``,
+``figures_speed``, ``figures_limits``, ``figures_peers``, ``figures_predict``,
+``figures_traffic``, ``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``,
+``sglang``, ``labs``.
 """
 
 import importlib

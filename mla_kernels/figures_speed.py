@@ -76,7 +76,8 @@ def latency(
     title: str = "",
     **fixed: int,
 ) -> Figure:
-    """Time of a verify call against context or nodes, one line a provider.
+    """Time of a verify call against context or nodes, one line a provider that was measured on
+    two shapes or more.
 
     Args:
         frame: a run of :mod:`mla_kernels.measurements`.
@@ -94,7 +95,7 @@ def latency(
     values: set[int] = set()
     for provider in NAMES:
         rows = sweep(frame, along, provider, **fixed)
-        if rows.empty:
+        if len(rows) < 2:  # a point is no line
             continue
         color, marker = PROVIDER_STYLE[provider]
         ax.plot(rows[along], rows["latency_us"], color=color, marker=marker)
@@ -121,7 +122,7 @@ def latency(
 def speedup_over_context(
     frame: pd.DataFrame,
     *,
-    baseline: str = "triton_serial",
+    baseline: str = "sglang_extend",
     provider: str = "cuda",
     num_nodes: Sequence[int] = (8, 16, 64),
     batch_size: int = 1,
@@ -163,7 +164,7 @@ def speedup_bars(
     shapes: Sequence[Sequence[int]],
     *,
     provider: str = "cuda",
-    baselines: Sequence[str] = ("triton_split", "triton_serial"),
+    baselines: Sequence[str] = ("triton_split", "sglang_extend"),
     title: str = "",
 ) -> Figure:
     """Speed-ups over baselines for single shapes, as points on a log axis with the times

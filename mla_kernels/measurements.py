@@ -67,6 +67,8 @@ PEER_NAMES = {
     "flex_attention": "PyTorch FlexAttention, gathered",
 }
 
+#: Kernels without a tree mask: their times are of chains.
+CHAINS_ONLY = ("sglang_verify", "sglang_decode", "flashinfer_fa2", "flashinfer_fa3", "flashmla")
 
 #: Times of the kernel's versions on one H200, of single short runs; notes/kernel_versions.md tells
 #: their story. ``kept``: later versions were built on it.
@@ -138,7 +140,9 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
         ValueError: columns missing; a key (:data:`KEY`) twice; an unknown status; a time without
             the status ``ok`` or the reverse; a row that has neither a time nor a note why not;
             times that are not positive or quantiles out of order; a timed row with an error
-            above :data:`MAX_ERROR`, or a row called wrong without one; throughputs and shares of
+            above :data:`MAX_ERROR`, or a row called wrong without one; rates beside no time; a
+            time on a tree of a kernel that has no tree mask (:data:`CHAINS_ONLY`), or of a peer
+            without its version; throughputs and shares of
             the ceiling that do not follow from the shape and the time; origins missing or mixed.
     """
     def fail(what: str) -> None:
@@ -160,7 +164,16 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
         fail("a row must have a time if and only if its status is ok")
     if not (frame.loc[frame["status"] == "wrong", "error"] > MAX_ERROR).all():
         fail(f"a row called wrong must have an error above {MAX_ERROR:g}")
+    rates = ["p10_us", "p90_us", "tflops", "gbps", "ceiling_percent"]
+    if frame.loc[~timed, rates].notna().any(axis=None):
+        fail("a row without a time has rates")
     rows = frame[timed]
+    maskless = rows["provider"].isin(CHAINS_ONLY) & (rows["tree"] != "chain")
+    if maskless.any():
+        fail(f"{rows.loc[maskless, 'provider'].iloc[0]} has no tree mask, and has a time on a tree")
+    nameless = rows["provider"].isin(PEER_NAMES) & rows["version"].isna()
+    if nameless.any():
+        fail(f"{rows.loc[nameless, 'provider'].iloc[0]} has a time and no version")
     if rows[NUMBERS].isna().any(axis=None):
         fail("a timed row lacks a number")
     if not ((rows["p10_us"] > 0) & (rows["p10_us"] <= rows["latency_us"])
@@ -185,7 +198,7 @@ def validate(frame: pd.DataFrame, name: str = "measurements") -> None:
             fail(f"{column} must be one value in all rows; got {frame[column].unique().tolist()}")
 
 
-def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "triton_serial",
+def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "sglang_extend",
              tree: str = "3-ary") -> pd.DataFrame:
     """How many times faster ``provider`` is than ``baseline``, on one kind of tree.
 
@@ -236,4 +249,34 @@ def markdown_table(frame: pd.DataFrame, shapes: Sequence[Sequence[int]],
         cells = [f"{t:,.0f}" if t >= 100 else f"{t:.1f}" for t in times]
         lines.append(f"| {', '.join(f'{n:,}' for n in shape)} | " + " | ".join(cells)
                      + f" | {times[-1] / times[0]:.1f}x |")
+    return "\n".join(lines)
+
+
+#: The README's columns beside ours: provider and the kind of draft that it takes.
+PEER_COLUMNS = (("cuda", "3-ary"), ("prefix_suffix", "3-ary"), ("cuda", "chain"),
+                ("flashinfer_fa2", "chain"), ("flashinfer_fa3", "chain"), ("flashmla", "chain"))
+
+
+def markdown_peers(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:
+    """A table of median microseconds beside the kernels that take chains only, for the README;
+    the fastest of each kind of draft in bold.
+
+    Args:
+        frame: a run with all kinds of tree.
+    """
+    timed = frame[frame["status"] == "ok"].set_index([*SHAPE, "tree", "provider"])["latency_us"]
+    names = NAMES | PEER_NAMES
+    heads = [f"{names[p].removesuffix(', chains only')}, {'tree' if t == '3-ary' else t}"
+             for p, t in PEER_COLUMNS]
+    lines = ["| requests, heads, nodes, context | " + " | ".join(heads) + " |",
+             "|---|" + "---:|" * len(heads)]
+    for shape in shapes:
+        times = [timed.get((*shape, t, p)) for p, t in PEER_COLUMNS]
+        cells = []
+        for (_, tree), time in zip(PEER_COLUMNS, times, strict=True):
+            text = "–" if time is None else f"{time:,.0f}" if time >= 100 else f"{time:.1f}"
+            rivals = [x for (_, t), x in zip(PEER_COLUMNS, times, strict=True)
+                      if t == tree and x is not None]
+            cells.append(f"**{text}**" if time is not None and time == min(rivals) else text)
+        lines.append(f"| {', '.join(f'{n:,}' for n in shape)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Tree-verify MLA attention in Triton: our best one, and the serial one that engines run today.
+"""Tree-verify MLA attention in Triton: our best one, and a serial one in the engines' manner.
 
 Both kernels compute what :func:`mla_kernels.reference.verify_attention_reference` computes.
 
@@ -11,7 +11,8 @@ Both kernels compute what :func:`mla_kernels.reference.verify_attention_referenc
 ``serial``
     One program for a request, a head and a block of draft tokens, walking the whole prefix
     alone, with keys and values loaded apart: the shape of SGLang's ``extend_attention_fwd``,
-    its only tree-capable path for MLA. The baseline, not something to use.
+    its only tree-capable path for MLA, and our own code. On an H200 it takes about 0.72 of the
+    time of SGLang's, which is what speed-ups are measured against.
 
 Without a GPU the kernels run in Triton's interpreter, slowly, in fp16 and fp32. The choice is
 made once, when this module is imported: ``TRITON_INTERPRET`` decides where it is set (``1``

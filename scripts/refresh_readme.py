@@ -1,5 +1,6 @@
-"""Rewrites what the README shows of recorded data, from the data: the table, the sentence about
-correctness, and the figure. Run it after adding a file to data/."""
+"""Rewrites what the README shows of recorded data, from the data: the tables, the sentences about
+correctness and the model's error, and the figures. ``make figures`` runs it, and draws the
+notebooks' pictures anew; run that after adding a file to data/."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from mla_kernels import figures_speed, measurements
+from mla_kernels import figures_peers, figures_speed, measurements, predict
 from mla_kernels.bench import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -32,20 +33,40 @@ def correctness(summary: dict) -> str:
             f"relative error {worst['out']:.1e} ({summary['date']}, commit {summary['commit']}).")
 
 
-def main() -> None:
-    run = measurements.latest("H200")
+def blocks() -> dict[str, str]:
+    """What stands between each pair of marks."""
+    everything = measurements.latest("H200", tree=None)
+    run = measurements.of_tree(everything)
     shapes = [dataclasses.astuple(s) for s in PRESETS["spine"]]
-    baseline = "sglang_extend" if "sglang_extend" in set(run["provider"]) else "triton_serial"
-    table = measurements.markdown_table(run, shapes, ["cuda", "triton_split", baseline])
+    table = measurements.markdown_table(run, shapes, ["cuda", "triton_split", "sglang_extend"])
     summary = json.loads((ROOT / "data/checks/h200_tree_verify.json").read_text())
+    errors = predict.errors_sentence(predict.held_out(run), predict.held_out(run, batches=True))
+    modelled = predict.markdown_table(shapes, predict.calibrate(run))
+    return {
+        "measurements": f"{table}\n\n{measurements.origin(run)}.",
+        "correctness": correctness(summary),
+        "peers": measurements.markdown_peers(everything, shapes),
+        "modelled": f"{modelled}\n\n{errors}",
+    }
+
+
+def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    text = between(text, "measurements", f"{table}\n\n{measurements.origin(run)}.")
-    text = between(text, "correctness", correctness(summary))
-    figure = figures_speed.speedup_bars(run, shapes, baselines=["triton_split", baseline],
-                                        title="Speed-up of our CUDA kernel on an H200")
+    for name, inside in blocks().items():
+        text = between(text, name, inside)
+    everything = measurements.latest("H200", tree=None)
+    shapes = [dataclasses.astuple(s) for s in PRESETS["spine"]]
+    pictures = {
+        "speedup_bars": figures_speed.speedup_bars(
+            measurements.of_tree(everything), shapes,
+            title="Speed-up of our CUDA kernel on an H200"),
+        "beside_peers": figures_peers.beside_peers(
+            everything, shapes, title="Other kernels' time over ours, H200"),
+    }
     (ROOT / "data/figures").mkdir(exist_ok=True)
-    figure.savefig(ROOT / "data/figures/speedup_bars.png", metadata={"Software": None})
+    for name, figure in pictures.items():
+        figure.savefig(ROOT / f"data/figures/{name}.png", metadata={"Software": None})
     readme.write_text(text)
 
 

@@ -2,6 +2,7 @@
 the pictures refuse what they should."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -42,15 +43,45 @@ def test_recorded_check_is_of_enough_cases_and_passed():
         assert summary["backend"] == ["cuda"] and summary["commit"]
 
 
-def test_readme_table_is_the_data(run):
+@pytest.fixture(scope="module")
+def readme_script():
+    path = ROOT / "scripts" / "refresh_readme.py"
+    spec = importlib.util.spec_from_file_location("refresh_readme", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_is_the_data(readme_script):
+    """Tables, correctness, the model's predictions and its errors."""
     text = (ROOT / "README.md").read_text()
-    begin = text.index("<!-- measurements: begin -->")
-    end = text.index("<!-- measurements: end -->")
-    inside = text[begin:end]
-    providers = ["cuda", "triton_split",
-                 "sglang_extend" if "sglang_extend" in set(run["provider"]) else "triton_serial"]
-    assert measurements.markdown_table(run, SPINE, providers) in inside
-    assert measurements.origin(run) in inside
+    blocks = readme_script.blocks()
+    assert set(blocks) == {"measurements", "correctness", "peers", "modelled"}
+    for name, inside in blocks.items():
+        assert f"<!-- {name}: begin -->\n{inside}\n<!-- {name}: end -->" in text, name
+
+
+def test_readme_tables_say_what_was_measured(run):
+    """The same, from the rows themselves."""
+    text = (ROOT / "README.md").read_text()
+    everything = measurements.latest("H200", tree=None)
+    for shape in SPINE:
+        name = f"| {', '.join(f'{n:,}' for n in shape)} |"
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        assert len(lines) == 3  # measured, peers, modelled
+        first, peers, modelled = ([c.strip(" *") for c in line.split("|")[2:-1]] for line in lines)
+        for cells, columns in ((first, [(p, "3-ary") for p in ("cuda", "triton_split",
+                                                               "sglang_extend")]),
+                               (peers, measurements.PEER_COLUMNS)):
+            for cell, (provider, tree) in zip(cells, columns, strict=False):
+                row = everything[(everything[measurements.SHAPE] == list(shape)).all(axis=1)
+                                 & (everything["provider"] == provider)
+                                 & (everything["tree"] == tree)]
+                assert float(cell.replace(",", "")) == pytest.approx(
+                    row["latency_us"].iloc[0], rel=0.01)
+        bold = [c.strip() for c in lines[1].split("|")[2:-1] if "**" in c]
+        assert len(bold) == 2
+    assert "modelled, not measured" in text
 
 
 @pytest.fixture
@@ -101,6 +132,42 @@ def test_files_of_before_are_completed(timed):
     measurements.validate(old)
 
 
+def set_at(frame, rows, **values):
+    for column, value in values.items():
+        frame.loc[rows, column] = value
+
+
+def test_recorded_peers_have_a_time_or_a_reason():
+    """Of the run that measured them all: each peer on each of the table's shapes."""
+    everything = measurements.latest("H200", tree=None)
+    spine = everything[[tuple(s) in set(SPINE) for s in everything[measurements.SHAPE].to_numpy()]]
+    recorded = set(everything["provider"]) - {"cuda", "triton_split", "triton_serial"}
+    assert recorded >= {"sglang_extend", "flashinfer_fa2", "flashinfer_fa3", "flashmla",
+                        "prefix_suffix", "sdpa", "sglang_verify", "sglang_decode"}
+    for provider in recorded:
+        rows = spine[spine["provider"] == provider]
+        timed = rows["status"] == "ok"
+        assert timed.any() and rows.loc[timed, "version"].notna().all(), provider
+        assert rows.loc[~timed, "note"].str.len().gt(10).all(), provider
+        kind = "chain" if provider in measurements.CHAINS_ONLY else "3-ary"
+        assert set(rows.loc[timed, "tree"]) == {kind}, provider
+        assert set(map(tuple, rows[measurements.SHAPE].to_numpy())) == set(SPINE), provider
+    assert spine.loc[spine["status"] == "ok", "ceiling_percent"].notna().all()
+
+
+@pytest.mark.parametrize("provider", measurements.CHAINS_ONLY)
+def test_validator_keeps_kernels_without_a_mask_off_trees(whole, provider):
+    chains = whole.index[whole["tree"] == "chain"][:1]
+    trees = whole.index[(whole["tree"] == "3-ary") & (whole["status"] == "ok")][:1]
+    named = whole.copy()
+    set_at(named, chains, provider=provider, version="peer 1.0")
+    measurements.validate(named)
+    with pytest.raises(ValueError, match=f"{provider} has a time and no version"):
+        measurements.validate(broken(named, lambda f: set_at(f, chains, version=None)))
+    with pytest.raises(ValueError, match=f"{provider} has no tree mask"):
+        measurements.validate(broken(named, lambda f: set_at(f, trees, provider=provider)))
+
+
 def broken(frame, change):
     frame = frame.copy()
     change(frame)
@@ -121,6 +188,8 @@ def broken(frame, change):
     (lambda f: f.loc.__setitem__((0, "status"), "slow"), "a status must be one of"),
     (lambda f: f.loc.__setitem__((0, "status"), "failed"), "if and only if its status is ok"),
     (lambda f: f.loc.__setitem__((1, "status"), "wrong"), "an error above 0.01"),
+    (lambda f: f.loc.__setitem__((1, "gbps"), 100.0), "a row without a time has rates"),
+    (lambda f: f.loc.__setitem__((1, "note"), None), "neither a time nor a note"),
     (lambda f: f.loc.__setitem__((0, "ceiling_percent"), 99.0), "ceiling_percent does not follow"),
     (lambda f: f.loc.__setitem__((0, "ceiling_gbps"), 1e9), "ceiling_percent does not follow"),
 ])
@@ -165,7 +234,7 @@ def test_figures_draw_the_data(run):
     assert run["commit"].iloc[0] in figure.get_supxlabel()
 
     figure = figures_speed.speedup_over_context(run, num_nodes=[8, 64])
-    assert measurements.NAMES["triton_serial"] in figure.axes[0].get_ylabel()
+    assert measurements.NAMES["sglang_extend"] in figure.axes[0].get_ylabel()
     for call in (lambda: figures_speed.speedup_bars(run, SPINE),
                  lambda: figures_speed.share_of_ceiling(run, SPINE)):
         labels = [t.get_text() for t in call().axes[0].get_yticklabels()]
