@@ -1,12 +1,13 @@
 """The budget advisor: its answer against a scan by hand, and when a tree does not pay."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from mla_kernels import measurements, widgets
+from mla_kernels import measurements, predict, widgets
 from mla_kernels.device import RTX_5090
 from mla_kernels.labs import advisor
 from mla_kernels.labs.advisor import Acceptance, Floor, Measured, Step, advise
@@ -206,3 +207,16 @@ def test_lab_redraws_and_says_what_it_cannot(monkeypatch):
     assert "A tree does not pay here" in last[0].data
     lab.controls["typed"].value = "8: 9"
     assert "tree's tokens must be in 1 .. 8" in lab.errors.outputs[0]["text"]
+
+
+def test_modelled_cards_take_the_model_s_time(rng):
+    """Longer than the floor of the same card, and marked as modelled."""
+    known = advisor.costs()
+    for card in ("RTX PRO 6000 Blackwell", "GeForce RTX 5090"):
+        modelled, floor = known[f"{card} (modelled)"], known[f"{card} (modelled: its floor)"]
+        for _ in range(5):
+            shape = Shape(1, 8, int(rng.integers(1, 65)), int(rng.integers(1000, 100_000)))
+            seconds, kind = modelled(shape)
+            assert kind == "modelled" and seconds > floor(shape)[0] > 0
+            assert seconds == pytest.approx(predict.predict(
+                dataclasses.astuple(shape), modelled.card, modelled.efficiency).total_us * 1e-6)

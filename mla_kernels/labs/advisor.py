@@ -8,9 +8,11 @@ denominator ever more.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import ipywidgets
 import numpy as np
@@ -18,7 +20,7 @@ import pandas as pd
 from IPython.display import HTML, Image
 from matplotlib.figure import Figure
 
-from .. import measurements
+from .. import measurements, predict
 from ..device import RTX_5090, RTX_PRO_6000, Ceiling, attention_bytes, attention_flops
 from ..synthetic import log_marginals
 from ..tree import MAX_NODES, DraftTree, chain, ddtree
@@ -87,13 +89,34 @@ class Floor:
         return self.card.floor(attention_flops(*args), attention_bytes(*args)), "modelled"
 
 
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """A card's time by :mod:`mla_kernels.predict`, fitted to a recorded run."""
+
+    card: Ceiling
+    efficiency: predict.Efficiency
+
+    def __call__(self, shape: Shape) -> tuple[float, str]:
+        args = dataclasses.astuple(shape)
+        return predict.predict(args, self.card, self.efficiency).total_us * 1e-6, "modelled"
+
+
+@functools.cache
+def _efficiency(path: Path) -> predict.Efficiency:
+    return predict.calibrate(measurements.load(path))
+
+
 def costs() -> dict[str, Cost]:
-    """What the advisor can ask, by name: recorded cards, and data sheets' floors."""
+    """What the advisor can ask, by name: recorded cards, the model of those that nobody
+    measured, and data sheets' floors."""
     known: dict[str, Cost] = {}
     for path in measurements.files():
         frame = measurements.of_tree(measurements.load(path))
         known[f"{frame['gpu'].iloc[0]} (measured)"] = Measured(frame)
+    fitted = [path for path in measurements.files() if "h200" in path.name]
     for card in (RTX_PRO_6000, RTX_5090):
+        if fitted:
+            known[f"{card.name} (modelled)"] = Modelled(card, _efficiency(fitted[-1]))
         known[f"{card.name} (modelled: its floor)"] = Floor(card)
     return known
 
