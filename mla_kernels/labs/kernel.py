@@ -337,7 +337,10 @@ class KernelLab(ipywidgets.VBox):
 
     def _note(self, variant: Variant, **found: object) -> None:
         self.results.setdefault(str(variant), {}).update(found)
-        frame = pd.DataFrame.from_dict(self.results, orient="index").fillna("–")
+        # As objects, so that a missing number does not make floats of the others.
+        frame = pd.DataFrame.from_dict(
+            {name: {k: f"{v:,}" if isinstance(v, int) else v for k, v in row.items()}
+             for name, row in self.results.items()}, orient="index").fillna("–")
         self.table.clear_output(wait=True)
         with self.table:
             display(frame)
