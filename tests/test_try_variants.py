@@ -23,7 +23,7 @@ def test_edits_a_copy(script, tmp_path):
     before = build.sources()
     folder = script.replaced(tmp_path / "copy", ["ptx.cuh: kLn2 = 0.69 => kLn2 = 0.70"])
     assert build.sources() == before
-    changed = {p.name for p in folder.iterdir() if p.read_text() != before[p.name]}
+    changed = {p.name for p in folder.glob("*.*") if p.read_text() != before[p.name]}
     assert changed == {"ptx.cuh"}
 
 
