@@ -47,7 +47,7 @@ def replaced(folder: Path, edits: Sequence[str]) -> Path:
             raise ValueError(f"an edit must look like 'FILE: OLD => NEW'; got {edit!r}")
         if not (folder / name).is_file():
             raise ValueError(f"no file {name} in csrc; there are "
-                             f"{', '.join(sorted(p.name for p in folder.iterdir() if p.is_file()))}")
+                             f"{', '.join(sorted(p.name for p in folder.glob('*.*')))}")
         text = (folder / name).read_text()
         if text.count(old) != 1:
             raise ValueError(f"{old!r} must occur once in {name}; it occurs {text.count(old)} "
