@@ -22,7 +22,8 @@ def same(a, b):
     """Equal to the bit, NaN included, tensors and what holds them."""
     if isinstance(a, torch.Tensor):
         return (a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-                and torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))))
+                and torch.equal(*(x.reshape(-1).clone(memory_format=torch.contiguous_format).view(
+                    torch.uint8) for x in (a, b))))
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, VerifyBatch):
