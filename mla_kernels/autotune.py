@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from tqdm.auto import tqdm
 
-from . import bench, build, cuda, measurements
+from . import bench, build, cuda, measurements, records
 from .device import local_gpu, provenance
-from .workload import PRESETS, Shape, make_workload
+from .workload import PRESETS, Shape, chosen, make_workload
 
 #: The repository's folder of results, one file a card.
-FOLDER = Path(__file__).parent.parent / "data" / "autotune"
+FOLDER = records.DATA / "autotune"
 
 
 def policy(shape: Shape, sms: int, **overrides: int) -> cuda.LaunchPlan:
@@ -90,20 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no CUDA device here; recorded results are in data/autotune",
               file=sys.stderr)
         return 2
-    shapes = [Shape.parse(s) for s in args.shape or []]
-    for preset in args.preset or ([] if shapes else ["spine"]):
-        shapes += PRESETS[preset]
     results = []
-    for shape in tqdm(list(dict.fromkeys(shapes)), unit="shape", mininterval=2):
+    for shape in tqdm(chosen(args.shape, args.preset), unit="shape", mininterval=2):
         results.append(tune(shape, gpu.sms, _timer(shape, args.seconds)))
         r = results[-1]
         lost = r["policy_us"] / r["best_us"] - 1
         tqdm.write(f"{shape}: policy {r['policy_us']:.1f} us, best {r['best_us']:.1f} us "
                    f"({lost:.1%}): {r['best']}")
     out = args.out or FOLDER / f"{gpu.name.lower().replace(' ', '-')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(provenance() | {"seconds": args.seconds, "shapes": results},
-                              indent=1) + "\n")
+    records.write(out, provenance() | {"seconds": args.seconds, "shapes": results})
     return 0
 
 

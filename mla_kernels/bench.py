@@ -29,7 +29,7 @@ from .device import Ceiling, attention_bytes, attention_flops, local_gpu, proven
 from .graphs import capture
 from .peers import PEERS, Call, Prepare, Provider, Unavailable
 from .reference import relative_error
-from .workload import PRESETS, TREES, Shape, Workload, make_workload
+from .workload import PRESETS, TREES, Shape, Workload, chosen, make_workload
 
 __all__ = ["DEFAULT", "PRESETS", "PROVIDERS", "ContextLost", "Shape", "Workload", "cuda_variant",
            "error_of", "make_workload", "measure", "time_graph"]
@@ -336,9 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from . import ceilings
 
-    shapes = [Shape.parse(s) for s in args.shape or []]
-    for preset in args.preset or ([] if shapes else ["spine"]):
-        shapes += PRESETS[preset]
+    shapes = chosen(args.shape, args.preset)
     providers = {name: PROVIDERS[name] for name in args.provider or DEFAULT}
     try:
         earlier = _earlier(args.out, args.retry) if args.out else None
@@ -354,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{ceiling.tensor / 1e12:.0f} TFLOP/s", file=sys.stderr)
     try:
         frame = measure(
-            list(dict.fromkeys(shapes)), providers, seconds=args.seconds, seed=args.seed,
+            shapes, providers, seconds=args.seconds, seed=args.seed,
             ceiling=ceiling, earlier=earlier,
             save=functools.partial(_write, args.out) if args.out else lambda frame: None, **origin)
     except ContextLost as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from . import build, cuda
+from . import build, cuda, records
 from . import tree as trees
 from .attention import choose_backend, verify_attention
 from .batch import VerifyBatch
@@ -268,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{', '.join(summary['backend'])}: worst relative error {worst['out']:.2e} "
           f"(single row {worst['row']:.2e}), lse {worst['lse']:.2e}")
     if args.out:
-        args.out.write_text(json.dumps(summary, indent=1) + "\n")
+        records.write(args.out, summary)
     return 1 if failed else 0
 
 

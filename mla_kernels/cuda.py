@@ -196,15 +196,22 @@ def launch_as(**overrides: int) -> Iterator[None]:
         _forced.update(before)
 
 
-def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
-    """What keeps this kernel from taking these queries, or None."""
-    if q_latent.device.type != "cuda":
-        return f"it runs on a CUDA device, and the tensors are on {q_latent.device}"
+def not_compiled_for(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
+    """Which dtype or widths of these queries the source has no kernel for, or None."""
     if q_latent.dtype not in DTYPES:
         return f"it is compiled for bfloat16 and float16, not {q_latent.dtype}"
     widths = (q_latent.shape[-1], q_rope.shape[-1])
     if widths != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
         return f"it is compiled for rows of 512 + 64, not {widths[0]} + {widths[1]}"
+    return None
+
+
+def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
+    """What keeps this kernel from taking these queries, or None."""
+    if q_latent.device.type != "cuda":
+        return f"it runs on a CUDA device, and the tensors are on {q_latent.device}"
+    if reason := not_compiled_for(q_latent, q_rope):
+        return reason
     if torch.cuda.get_device_capability(q_latent.device) < (8, 0):
         return "it needs compute capability 8.0 or later"
     return None

@@ -36,7 +36,7 @@ import torch
 
 from . import build, cuda
 from .batch import VerifyBatch
-from .cuda import DTYPES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, LaunchPlan, plan
+from .cuda import LaunchPlan, plan
 from .layout import KVLayout
 
 #: The host's side of the kernels' primitives.
@@ -199,12 +199,7 @@ def why_not(q_latent: torch.Tensor, q_rope: torch.Tensor) -> str | None:
     """What keeps this backend from taking these queries, or None."""
     if q_latent.device.type != "cpu":
         return f"it runs on the CPU, and the tensors are on {q_latent.device}"
-    if q_latent.dtype not in DTYPES:
-        return f"it is compiled for bfloat16 and float16, not {q_latent.dtype}"
-    widths = (q_latent.shape[-1], q_rope.shape[-1])
-    if widths != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
-        return f"it is compiled for rows of 512 + 64, not {widths[0]} + {widths[1]}"
-    return None
+    return cuda.not_compiled_for(q_latent, q_rope)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -3,22 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from .figures import COLOR, SERIES, _grid, _new_figure, _styled
-
-#: Where records lie, one JSON file a card.
-FOLDER = Path(__file__).parent.parent / "data" / "graphs"
-
-
-def load(card: str, folder: Path = FOLDER) -> dict | None:
-    """A card's record by its file's name, or None while there is none."""
-    path = folder / f"{card}.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def origin(record: Mapping) -> str:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from .figures import COLOR, SERIES, _grid, _new_figure, _styled, _text_on
-
-DATA = Path(__file__).parent.parent / "data"
 
 #: Units of the card as a profile names them, and as a picture does.
 UNITS = {"tensor_percent": "tensor\ncores", "shared_percent": "shared\nmemory",
@@ -31,12 +27,6 @@ WAITS = {
     "nothing: issued, or could be": ("selected", "not_selected", "dispatch_stall"),
     "instructions": ("no_instruction", "branch_resolving"),
 }
-
-
-def record(folder: str) -> dict[str, Any] | None:
-    """The latest record of a folder of ``data``, by date; None where there is none."""
-    found = [json.loads(path.read_text()) for path in sorted((DATA / folder).glob("*.json"))]
-    return max(found, key=lambda r: r["date"], default=None)
 
 
 def _where(figure: Figure, record: Mapping[str, Any], what: str) -> None:

@@ -1,17 +1,34 @@
-"""Recorded checks: what ``python -m mla_kernels.check --out`` wrote on some machine.
+"""Records: JSON files in ``data/`` that a run on some machine wrote, one a run.
 
-One JSON file a run in ``data/checks``. A machine without a GPU shows these instead of running
-the kernel, and says where and when they were made.
+A machine without a GPU shows these instead of running the kernel, and says where and when they
+were made. Of checks (``python -m mla_kernels.check --out``) the contents are known here; what
+other folders hold is known to who wrote them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-#: The repository's folder of checks; the project is installed in place.
-FOLDER = Path(__file__).parent.parent / "data" / "checks"
+#: The repository's folder of records; the project is installed in place.
+DATA = Path(__file__).parent.parent / "data"
+FOLDER = DATA / "checks"
+
+
+def write(path: Path, record: Mapping[str, object]) -> None:
+    """Writes a record whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
+
+
+def latest(folder: str) -> dict | None:
+    """The newest record of a folder of ``data``, by its ``date``; None where there is none."""
+    found = [json.loads(path.read_text()) for path in sorted((DATA / folder).glob("*.json"))]
+    return max(found, key=lambda record: record["date"], default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -77,6 +77,15 @@ PRESETS: dict[str, tuple[Shape, ...]] = {
     **{name: _model(heads) for name, heads in MODEL_HEADS.items()},
 }
 
+def chosen(shapes: Sequence[str] | None, presets: Sequence[str] | None) -> list[Shape]:
+    """Shapes of a command line, each once: those written out, then those of presets; of
+    ``spine`` where neither is given."""
+    found = [Shape.parse(text) for text in shapes or []]
+    for preset in presets or ([] if found else ["spine"]):
+        found += PRESETS[preset]
+    return list(dict.fromkeys(found))
+
+
 #: Kinds of draft by the name that recorded data has: what a tree verify is measured on, and what
 #: a provider without a tree mask can take.
 TREES: dict[str, Callable[[int], DraftTree]] = {"3-ary": lambda n: kary(3, n), "chain": chain}
@@ -117,19 +126,27 @@ class Workload:
                                           sm_scale=self.sm_scale, layout=self.layout)
 
 
-def make_workload(shape: Shape, device: torch.device | str = "cuda", *, tree: str = "3-ary",
+def make_workload(shape: Shape, device: torch.device | str = "cuda", *,
+                  contexts: Sequence[int] | None = None, tree: str = "3-ary",
                   seed: int = 0, dtype: torch.dtype = torch.bfloat16,
                   l2_bytes: int | None = None) -> Workload:
     """Random inputs whose regions together exceed twice the L2, at least 2 and at most 128 of
     them (short contexts then stay partly warm; the recorded ``regions`` say so). The same seed
-    gives the same numbers for every ``tree``, a key of :data:`TREES`."""
+    gives the same numbers for every ``tree``, a key of :data:`TREES`.
+
+    Args:
+        contexts: ``[batch_size]``, where requests have prefixes of their own lengths; peers and
+            :meth:`Workload.slots` take equal ones alone.
+    """
+    if contexts is None:
+        contexts = [shape.context] * shape.batch_size
     if l2_bytes is None:
         gpu = local_gpu()
         l2_bytes = gpu.l2 if gpu else 0
-    a_request = shape.context + shape.num_nodes
-    region_bytes = shape.batch_size * a_request * 576 * dtype.itemsize
-    regions = min(max(2, -(-2 * l2_bytes // region_bytes)), 128)
-    slots = regions * shape.batch_size * a_request
+    each = sum(contexts) + shape.batch_size * shape.num_nodes
+    regions = min(max(2, -(-2 * l2_bytes // (each * 576 * dtype.itemsize))), 128)
+    slots = regions * each
+    ends = np.cumsum(np.add(contexts, shape.num_nodes))[:-1]
     generator = torch.Generator(device=device).manual_seed(seed)
     pool = torch.empty(slots, 576, dtype=dtype, device=device).normal_(generator=generator)
     rng = np.random.default_rng(seed)
@@ -137,11 +154,11 @@ def make_workload(shape: Shape, device: torch.device | str = "cuda", *, tree: st
     tokens = shape.batch_size * shape.num_nodes
     q, batches = [], []
     for region in np.split(rng.permutation(slots), regions):
-        requests = np.split(region, shape.batch_size)
+        requests = np.split(region, ends)
         batches.append(VerifyBatch.from_requests(
-            [draft] * shape.batch_size, [shape.context] * shape.batch_size,
-            [r[: shape.context] for r in requests],
-            draft_slots=[r[shape.context:] for r in requests], device=device))
+            [draft] * shape.batch_size, list(contexts),
+            [r[: -shape.num_nodes] for r in requests],
+            draft_slots=[r[-shape.num_nodes:] for r in requests], device=device))
         q.append(torch.empty(tokens, shape.num_heads, 576, dtype=dtype,
                              device=device).normal_(generator=generator))
     out = torch.full((tokens, shape.num_heads, 512), torch.nan, dtype=dtype, device=device)

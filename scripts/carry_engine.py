@@ -11,17 +11,17 @@ in ``engine_run.py``. Two archives, 50 MB together, and the names and versions o
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from wheels import command, download
 
 SGLANG, SGLANG_KERNEL = "0.5.16", "0.4.5"
 
@@ -41,20 +41,6 @@ WHEELS = (
 
 #: Of sglang-kernel's wheel; SGLang checks the version that the dist-info names.
 KERNEL_PARTS = re.compile(r"sgl_kernel/(?!sm100/|flash_ops|flashmla_ops|infllm_ops)|.*\.dist-info/")
-
-#: pip matches the number of a platform tag exactly.
-PLATFORMS = [flag for tag in ("manylinux1", "manylinux2014", *(f"manylinux_2_{n}" for n in
-             (5, 12, 17, 24, 26, 27, 28, 31, 34, 35))) for flag in ("--platform", f"{tag}_x86_64")]
-
-
-def fetch(wheels: Path, python: str, *names: str) -> list[Path]:
-    """Downloads wheels for Linux on x86-64, and says which files they are."""
-    before = set(wheels.glob("*.whl"))
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                    "--only-binary=:all:", "--python-version", python, "--implementation", "cp",
-                    *PLATFORMS, "--dest", str(wheels), *names], check=True)
-    return sorted(set(wheels.glob("*.whl")) - before)
-
 
 def exact_need(wheel: Path, name: str) -> str:
     """``name==version`` as a wheel requires it."""
@@ -79,38 +65,30 @@ def pack(folder: Path, archive: Path) -> int:
     return archive.stat().st_size
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("dest", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--python", default="3.12", help="the other machine's Python")
-    args = parser.parse_args(argv)
-    if args.dest.exists():
-        print(f"error: {args.dest} is there already: remove it or name another", file=sys.stderr)
-        return 2
+def gather(dest: Path, python: str) -> int:
+    """Fetches the wheels and writes the archives; returns their bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         wheels, site, kernel = (Path(scratch) / n for n in ("wheels", "site", "kernel"))
         wheels.mkdir()
-        try:
-            got = fetch(wheels, args.python, *WHEELS)
-            pydantic = next(p for p in got if p.name.startswith("pydantic-"))
-            got += fetch(wheels, args.python, exact_need(pydantic, "pydantic-core"))
-            kernels = fetch(wheels, args.python, f"sglang-kernel=={SGLANG_KERNEL}")
-        except subprocess.CalledProcessError as error:
-            print(f"error: pip could not fetch the wheels (status {error.returncode})",
-                  file=sys.stderr)
-            return 1
+        got = download(wheels, python, *WHEELS)
+        pydantic = next(p for p in got if p.name.startswith("pydantic-"))
+        got += download(wheels, python, exact_need(pydantic, "pydantic-core"))
+        kernels = download(wheels, python, f"sglang-kernel=={SGLANG_KERNEL}")
         unpack(got, site)
         unpack(kernels, kernel, KERNEL_PARTS)
         for data in site.glob("*.data"):  # scripts and headers that pip would put elsewhere
             for lib in (*data.glob("purelib/*"), *data.glob("platlib/*")):
                 shutil.move(lib, site / lib.name)
             shutil.rmtree(data)
-        args.dest.mkdir(parents=True)
-        size = pack(site, args.dest / "site.tar.xz") + pack(kernel, args.dest / "kernel.tar.xz")
+        dest.mkdir(parents=True)
+        size = pack(site, dest / "site.tar.xz") + pack(kernel, dest / "kernel.tar.xz")
         versions = dict(w.name.split("-")[:2] for w in (*got, *kernels))
-        (args.dest / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
-    print(f"{args.dest}: {size / 2**20:.1f} MiB")
-    return 0
+        (dest / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+        return size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command(__doc__.partition("\n")[0], argv, gather)
 
 
 if __name__ == "__main__":

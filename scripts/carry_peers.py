@@ -11,15 +11,15 @@ over there, with that machine's nvcc and ninja), FlashMLA's wheel whole. The ver
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from wheels import command, download
 
 SGLANG, FLASHINFER, FLASHMLA = "0.5.23", "0.7.2", "1.0.0"
 
@@ -63,13 +63,7 @@ STD_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]+CUDA_STD_HEADER\((\w+)\)",
 def fetch(folder: Path, python: str) -> None:
     """Unpacks the wheels for Linux on x86-64 into ``folder``."""
     with tempfile.TemporaryDirectory() as wheels:
-        platforms = [flag for minor in (17, 24, 27, 28, 34)
-                     for flag in ("--platform", f"manylinux_2_{minor}_x86_64")]
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                        "--only-binary=:all:", "--python-version", python, *platforms,
-                        "--platform", "manylinux2014_x86_64", "--dest", wheels, *WHEELS],
-                       check=True)
-        for wheel in sorted(Path(wheels).glob("*.whl")):
+        for wheel in download(Path(wheels), python, *WHEELS):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
 
@@ -138,25 +132,16 @@ def carry(folder: Path, dest: Path) -> int:
     return sum(p.stat().st_size for p in dest.rglob("*") if p.is_file())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("dest", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--python", default="3.12", help="the other machine's Python")
-    args = parser.parse_args(argv)
-    if args.dest.exists():
-        print(f"error: {args.dest} is there already: remove it or name another", file=sys.stderr)
-        return 2
+def gather(dest: Path, python: str) -> int:
+    """Fetches the wheels and copies what is needed of them; returns the bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
-        try:
-            fetch(folder, args.python)
-        except subprocess.CalledProcessError as error:
-            print(f"error: pip could not fetch the wheels (status {error.returncode})",
-                  file=sys.stderr)
-            return 1
-        size = carry(folder, args.dest)
-    print(f"{args.dest}: {size / 2**20:.1f} MiB")
-    return 0
+        fetch(folder, python)
+        return carry(folder, dest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command(__doc__.partition("\n")[0], argv, gather)
 
 
 if __name__ == "__main__":

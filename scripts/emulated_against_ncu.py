@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_kernels import traffic
+from mla_kernels import records, traffic
 from mla_kernels.device import provenance
 from mla_kernels.workload import Shape
 
@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gpu", "driver", "ncu", "commit", "date")}, "commit": here["commit"],
         "date": here["date"], "rows": rows}
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(args.out, record)
     return 0
 
 

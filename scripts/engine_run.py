@@ -417,6 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def finish(record: dict, args: argparse.Namespace) -> None:
     """Writes the record with what can be said of it so far."""
     sys.path.insert(0, str(ROOT))
+    from mla_kernels import records
     from mla_kernels.device import provenance
 
     pairs = [(f"triton-{m}", f"ours-{m}") for m in ("graph-64", "eager-64", "graph-16")]
@@ -432,8 +433,7 @@ def finish(record: dict, args: argparse.Namespace) -> None:
     if versions and versions.exists():
         record["packages"] = json.loads(versions.read_text())
         record["sglang"] = record["packages"].get("sglang")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Replays one captured graph with fresh metadata many times, and compares every replay.
 
-    python scripts/graph_replays.py --out data/graphs/h200_replays.json
+    python scripts/graph_replays.py --out data/replays/h200.json
 
 The graph holds what an engine's would: SGLang's metadata converted into a batch at capacity, the
 tree mask packed to bits from its flat buffer, then the attention. Every replay gets other lengths,
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mla_kernels import check
+from mla_kernels import check, records
 from mla_kernels.attention import choose_backend, verify_attention, workspace_bytes
 from mla_kernels.device import local_gpu, provenance
 from mla_kernels.graphs import capture
@@ -170,8 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         "backend": call.backend, "device": local_gpu().name if on_gpu else "CPU",
         "seconds": round(time.perf_counter() - begin, 1),
     } | provenance()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
     print(json.dumps(record, indent=1))
     return 1 if differ or wrong or done < args.replays else 0
 

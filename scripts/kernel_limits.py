@@ -15,7 +15,7 @@ Three measurements on the local GPU, each call compared with the float64 oracle 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +24,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mla_kernels import bench
-from mla_kernels.batch import VerifyBatch
+from mla_kernels import bench, records
 from mla_kernels.device import local_gpu, provenance
-from mla_kernels.tree import kary
 from mla_kernels.workload import Shape, Workload, make_workload
 
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -36,27 +34,6 @@ CACHE_ROWS = 3072
 
 #: Query rows above which the float64 oracle takes too long; one larger shape is checked too.
 CHECKED_ROWS = 4096
-
-
-def uneven(contexts: Sequence[int], heads: int, nodes: int, regions: int = 2) -> Workload:
-    """A workload of requests of the given contexts."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    each = sum(contexts) + nodes * len(contexts)
-    pool = torch.empty(regions * each, 576, dtype=torch.bfloat16, device="cuda")
-    pool.normal_(generator=generator)
-    tokens = nodes * len(contexts)
-    q, batches = [], []
-    for region in np.split(np.random.default_rng(0).permutation(regions * each), regions):
-        drafts, prefixes = region[:tokens].reshape(-1, nodes), region[tokens:]
-        batches.append(VerifyBatch.from_requests(
-            [kary(3, nodes)] * len(contexts), list(contexts),
-            np.split(prefixes, np.cumsum(contexts)[:-1]), draft_slots=list(drafts),
-            device="cuda"))
-        q.append(torch.empty(tokens, heads, 576, dtype=torch.bfloat16,
-                             device="cuda").normal_(generator=generator))
-    out = torch.full((tokens, heads, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
-    lse = torch.full((tokens, heads), torch.nan, device="cuda")
-    return Workload(Shape(len(contexts), heads, nodes, max(contexts)), pool, q, batches, out, lse)
 
 
 def timed(work: Workload, seconds: float, checked: bool = True) -> tuple[float, float | None]:
@@ -68,9 +45,10 @@ def timed(work: Workload, seconds: float, checked: bool = True) -> tuple[float, 
 
 def ragged(seconds: float, heads: int = 8, nodes: int = 8) -> dict[str, object]:
     contexts = [131_072] + [1_024] * 31
-    mean = sum(contexts) // len(contexts)
-    uneven_us, error = timed(uneven(contexts, heads, nodes), seconds)
-    even_us, even_error = timed(uneven([mean] * len(contexts), heads, nodes), seconds)
+    shape = Shape(len(contexts), heads, nodes, max(contexts))
+    even = dataclasses.replace(shape, context=sum(contexts) // len(contexts))
+    uneven_us, error = timed(make_workload(shape, contexts=contexts), seconds)
+    even_us, even_error = timed(make_workload(even), seconds)
     return {"heads": heads, "nodes": nodes, "contexts": contexts, "uneven_us": uneven_us,
             "even_us": even_us, "ratio": uneven_us / even_us, "error": max(error, even_error)}
 
@@ -145,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     summary = provenance() | {"ragged": ragged(args.seconds), "small": small(),
                               "cache_rows": CACHE_ROWS, "sweep": sweep(args.seconds / 5)}
-    args.out.write_text(json.dumps(summary, indent=1) + "\n")
+    records.write(args.out, summary)
     r = summary["ragged"]
     print(f"uneven {r['uneven_us']:.1f} us, even {r['even_us']:.1f} us: {r['ratio']:.3f}")
     for row in summary["small"]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from mla_kernels import bench
+from mla_kernels import bench, records
 from mla_kernels.device import local_gpu, provenance
 from mla_kernels.workload import PRESETS, Shape, make_workload
 
@@ -126,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         k = row["kernels"][0]
         print(row["shape"], {name: k[name] for name in METRICS}, k["waits_percent"])
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(args.out, record)
     return 0
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mla_kernels import records
 from mla_kernels.attention import verify_attention, workspace_bytes
 from mla_kernels.batch import VerifyBatch
 from mla_kernels.device import provenance
@@ -158,11 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         print("error: needs a CUDA device: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
     record: dict = {"shapes": [], "large_pool": last_slot()} | provenance()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for text in args.shapes:
         record["shapes"].append(record_shape(text))
         print(json.dumps(record["shapes"][-1]), flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(args.out, record)
     print(json.dumps(record["large_pool"]))
     good = all(row[mode][key] for row in record["shapes"] for mode in ("default", "batch_invariant")
                for key in ("replay_same_bits", "again_same_bits"))

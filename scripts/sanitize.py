@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from mla_kernels import build, check
+from mla_kernels import build, check, records
 from mla_kernels.device import local_gpu, provenance
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -120,8 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.out:  # after every tool: what was seen stays, should a later one be stopped
                 record = {"shapes": len(SHAPES[:args.limit]), "results": results,
                           "device": local_gpu().name} | provenance()
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                records.write(args.out, record)
     return 0 if all(r["clean"] for r in results) else 1
 
 

@@ -1,20 +1,13 @@
 """carry_engine: what is taken of which wheel. No network: the wheels are made here."""
 
-import importlib.util
 import json
 import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
+import carry_engine
 import pytest
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "carry_engine.py"
-spec = importlib.util.spec_from_file_location("carry_engine", SCRIPT)
-carry_engine = importlib.util.module_from_spec(spec)
-sys.modules["carry_engine"] = carry_engine
-spec.loader.exec_module(carry_engine)
+import wheels
 
 KERNEL_FILES = ["sgl_kernel/__init__.py", "sgl_kernel/quantization/gguf.py",
                 "sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/sm100/common_ops.abi3.so",
@@ -46,7 +39,7 @@ def asked(monkeypatch):
             made.append(path)
         return made
 
-    monkeypatch.setattr(carry_engine, "fetch", fetch)
+    monkeypatch.setattr(carry_engine, "download", fetch)
     return names
 
 
@@ -75,6 +68,6 @@ def test_pip_that_fails_is_told(monkeypatch, tmp_path, capsys):
     def fails(command, **kwargs):
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(carry_engine.subprocess, "run", fails)
+    monkeypatch.setattr(wheels.subprocess, "run", fails)
     assert carry_engine.main([str(tmp_path / "engine")]) == 1
     assert "could not fetch" in capsys.readouterr().err and not (tmp_path / "engine").exists()

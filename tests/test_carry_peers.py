@@ -1,10 +1,10 @@
 """carry_peers: which files are taken along, on a made-up tree of packages."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import carry_peers
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -12,10 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def carry():
-    spec = importlib.util.spec_from_file_location("carry_peers", ROOT / "scripts/carry_peers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return carry_peers
 
 
 def write(folder, **files):

@@ -98,7 +98,8 @@ def test_a_wrong_mask_bit_shows(tmp_path, monkeypatch, generator, rng):
     use_changed(tmp_path, monkeypatch, "kv_layout.cuh", "mask[0] << -first",
                 "mask[0] << -first << 1")
     errors = run(one_case(generator, rng), rows=64, groups=1, combine_split=1)
-    assert not errors.passed
+    # Nothing that the emulator could object to: values are wrong, and the comparison says so.
+    assert not errors.passed and errors.out > check.OUT_TOLERANCE
 
 
 def test_a_copy_from_outside_the_pool_is_reported(generator, rng):

@@ -1,19 +1,15 @@
 """engine_run: the whole script, with an engine that answers at once in SGLang's place."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import engine_run
 import pytest
 
 from mla_kernels import engine_runs
 
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("engine_run", ROOT / "scripts" / "engine_run.py")
-engine_run = importlib.util.module_from_spec(spec)
-sys.modules["engine_run"] = engine_run
-spec.loader.exec_module(engine_run)
 
 #: Decodes token i as i, but for one token of ours in runs that are told the wrong order.
 ENGINE = '''

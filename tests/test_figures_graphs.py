@@ -1,6 +1,5 @@
 """figures_graphs: what is drawn is what was recorded, and nothing while nothing was."""
 
-import json
 
 import pytest
 from matplotlib.colors import to_hex
@@ -34,7 +33,3 @@ def test_points_are_the_record(record, draw, picks):
     assert "microseconds" in ax.get_xlabel() and "GPU, driver 1" in figure.get_supxlabel()
 
 
-def test_no_record(tmp_path, record):
-    assert graphs.load("h200", tmp_path) is None
-    (tmp_path / "h200.json").write_text(json.dumps(record))
-    assert graphs.load("h200", tmp_path) == record

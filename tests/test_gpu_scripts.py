@@ -1,8 +1,8 @@
 """The scripts that need a GPU: what can be tried of them without one."""
 
 import dataclasses
-import importlib.util
 import json
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +11,6 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 SMALL = ["--device", "cpu", "--replays", "6", "--oracle-every", "2", "--batch", "2", "--nodes",
@@ -25,7 +20,7 @@ SMALL = ["--device", "cpu", "--replays", "6", "--oracle-every", "2", "--batch", 
 def test_replays_agree(tmp_path, seed):
     path = tmp_path / "replays.json"
     arguments = [*SMALL, "--seed", str(seed), "--out", str(path)]
-    assert load("graph_replays").main(arguments) == 0
+    assert import_module("graph_replays").main(arguments) == 0
     record = json.loads(path.read_text())
     assert record["replays"] == 6 and not record["captured"]
     assert record["differ_from_eager"] == record["differ_from_oracle"] == 0
@@ -33,7 +28,7 @@ def test_replays_agree(tmp_path, seed):
 
 def test_replays_that_differ_are_counted(tmp_path, seed, monkeypatch):
     """A capture that holds what it read at its time, as one with a host read would."""
-    module = load("graph_replays")
+    module = import_module("graph_replays")
 
     def stale(call, out, lse):
         call.run(out, lse)
@@ -47,7 +42,7 @@ def test_replays_that_differ_are_counted(tmp_path, seed, monkeypatch):
 
 
 def test_the_grid_is_large_enough():
-    shapes = load("sanitize").SHAPES
+    shapes = import_module("sanitize").SHAPES
     assert len(set(shapes)) == len(shapes) >= 30
 
 
@@ -66,31 +61,31 @@ GOOD = "shape 1: x\nshape 2: x\nshapes run: 2, wrong: 0\n"
     (GOOD.replace("wrong: 0", "wrong: 1") + "========= ERROR SUMMARY: 0 errors\n", 0, False),
 ], ids=range(9))
 def test_verdict_of_a_tool(text, code, clean):
-    assert load("sanitize").verdict("memcheck", text, code, 2)["clean"] is clean
+    assert import_module("sanitize").verdict("memcheck", text, code, 2)["clean"] is clean
 
 
 def test_no_sanitizer(capsys):
-    assert load("sanitize").main(["--sanitizer", "no-such-program"]) == 2
+    assert import_module("sanitize").main(["--sanitizer", "no-such-program"]) == 2
     assert "there is no no-such-program here" in capsys.readouterr().err
 
 
 def test_all_shapes_are_watched_by_tools_that_filter_by_name():
     """The filter is part of every kernel's mangled name, and of no kernel of torch's."""
-    module = load("sanitize")
+    module = import_module("sanitize")
     source = (SCRIPTS.parent / "mla_kernels/csrc/tree_verify.cuh").read_text()
     assert module.KERNELS == f"{len('mla')}mla" and "namespace mla {" in source
 
 
 def test_replays_stop_in_time_and_say_so(tmp_path):
     path = tmp_path / "folder" / "replays.json"
-    assert load("graph_replays").main([*SMALL, "--seconds", "0", "--out", str(path)]) == 1
+    assert import_module("graph_replays").main([*SMALL, "--seconds", "0", "--out", str(path)]) == 1
     record = json.loads(path.read_text())
     assert (record["replays"], record["wanted"]) == (0, 6)
 
 
 def test_shapes_on_the_cpu(monkeypatch, capsys):
     """What the watched process does, with the reference in the kernel's place."""
-    module = load("sanitize")
+    module = import_module("sanitize")
     asked, wrong = [], []
     random_case, run = module.check.random_case, module.check.run
     monkeypatch.setattr(module.check, "random_case", lambda seed, device, **sizes: random_case(
@@ -112,7 +107,7 @@ def test_shapes_on_the_cpu(monkeypatch, capsys):
 
 def test_what_is_recorded_of_graphs(monkeypatch):
     """On the CPU, with the reference and without a capture: what is compared, not the times."""
-    module = load("record_graphs")
+    module = import_module("record_graphs")
     monkeypatch.setattr(module, "capture", lambda call: SimpleNamespace(replay=call))
     monkeypatch.setattr(module, "microseconds", lambda call, calls: 1.0)
     row = module.record_shape("2,2,3,40", "cpu", "reference")
@@ -124,7 +119,7 @@ def test_what_is_recorded_of_graphs(monkeypatch):
 
 
 def test_the_last_slot_of_a_pool():
-    found = load("record_graphs").last_slot(500, "cpu", "reference")
+    found = import_module("record_graphs").last_slot(500, "cpu", "reference")
     assert found["relative_error"] < 0.01 and found["last_slot"] == 499
     assert not found["passed"]  # so small a pool proves nothing
-    assert load("record_graphs").last_slot.__defaults__[0] * 576 > 2**31
+    assert import_module("record_graphs").last_slot.__defaults__[0] * 576 > 2**31

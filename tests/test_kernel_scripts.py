@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,21 +13,16 @@ from mla_kernels.workload import PRESETS
 ROOT = Path(__file__).parent.parent
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def profile():
-    return load("profile_rows")
+    return import_module("profile_rows")
 
 
 @pytest.fixture(scope="module")
 def limits():
-    return load("kernel_limits")
+    return import_module("kernel_limits")
 
 
 def ncu_text(profile, kernels):
@@ -69,7 +64,7 @@ def test_a_cliff_is_a_shape_slower_than_a_larger_one(limits):
 @pytest.mark.parametrize("name, arguments", [
     ("profile_rows", []), ("kernel_limits", ["--out", "nowhere.json"])])
 def test_without_a_gpu(name, arguments, request, capsys, monkeypatch):
-    module = load(name)
+    module = import_module(name)
     monkeypatch.setattr(module, "local_gpu", lambda: None)
     assert module.main(arguments) == 2
     assert "no CUDA device here" in capsys.readouterr().err

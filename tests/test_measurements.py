@@ -2,7 +2,7 @@
 the pictures refuse what they should."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -45,11 +45,7 @@ def test_recorded_check_is_of_enough_cases_and_passed():
 
 @pytest.fixture(scope="module")
 def readme_script():
-    path = ROOT / "scripts" / "refresh_readme.py"
-    spec = importlib.util.spec_from_file_location("refresh_readme", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("refresh_readme")
 
 
 def test_readme_is_the_data(readme_script):

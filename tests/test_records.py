@@ -42,3 +42,19 @@ def test_the_repository_s_records_are_good():
     for record in records.checks():
         assert record.failed == 0
         assert all(record.worst[k] <= record.tolerance[k] for k in record.tolerance)
+
+
+def test_the_latest_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    assert records.latest("some") is None
+    for name, date in (("b", "2026-12-02"), ("a", "2026-12-03"), ("c", "2026-12-01")):
+        records.write(tmp_path / "some" / f"{name}.json", {"name": name, "date": date})
+    assert records.latest("some") == {"name": "a", "date": "2026-12-03"}
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    records.write(path, {"x": 1})
+    with pytest.raises(TypeError):
+        records.write(path, {"x": object()})
+    assert json.loads(path.read_text()) == {"x": 1} and list(path.parent.iterdir()) == [path]

@@ -12,7 +12,6 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module("try_variants")
     monkeypatch.setattr(build, "CSRC", module.CSRC)
     monkeypatch.setattr(build, "_loaded", {})
