@@ -67,23 +67,22 @@ def verify_path() -> Figure:
 
 
 @_styled
-def decode_speed(record: EngineRecord, *, title: str = "") -> Figure:
-    """Tokens a second of one request against context, for both paths, with CUDA graphs and
-    without; the speed-up is written at each context."""
+def step_time(record: EngineRecord, *, title: str = "") -> Figure:
+    """Milliseconds of a whole step of the engine, for one request, against context, for both
+    paths, with CUDA graphs and without; the speed-up is written at each context."""
     table = record.table()
     modes = [mode for mode in PAIRS if any(r["mode"] == mode for r in table)]
     figure, axes = _new_figure(3.6, 1, max(len(modes), 1), sharey=True, squeeze=False)
     for ax, mode in zip(axes[0], modes, strict=False):
-        for i, (who, column) in enumerate((("ours", "ours tokens/s"),
-                                           ("SGLang's Triton", "SGLang tokens/s"))):
-            for draft, style in (("warm", "-"), ("cold", "--")):
-                rows = [r for r in table if (r["mode"], r["draft"]) == (mode, draft)]
-                ax.plot([r["context"] for r in rows], [r[column] for r in rows], style,
-                        color=SERIES[i], marker=MARKERS[i], label=f"{who}, {draft} drafts")
-        for row in table:
-            if (row["mode"], row["draft"]) == (mode, "warm"):
-                ax.annotate(f"{row['speed-up']:.1f}x", (row["context"], row["ours tokens/s"]),
-                            (0, 6), textcoords="offset points", ha="center", fontsize=9)
+        rows = [r for r in table if r["mode"] == mode]
+        for i, (who, column) in enumerate((("ours", "ours ms/step"),
+                                           ("SGLang's Triton", "SGLang ms/step"))):
+            ax.plot([r["context"] for r in rows], [r[column] for r in rows], color=SERIES[i],
+                    marker=MARKERS[i], label=who)
+        for row in rows:
+            top = max(row["ours ms/step"], row["SGLang ms/step"])
+            ax.annotate(f"{row['speed-up']:.1f}x", (row["context"], top), (0, 6),
+                        textcoords="offset points", ha="center", fontsize=9)
         contexts = sorted({r["context"] for r in table})
         ax.set_xscale("log", base=2)
         ax.set_xticks(contexts, [f"{c // 1024}k" for c in contexts])
@@ -92,7 +91,7 @@ def decode_speed(record: EngineRecord, *, title: str = "") -> Figure:
         ax.set_xlabel("context, tokens")
         ax.set_title(mode)
         _grid(ax, "y")
-    axes[0][0].set_ylabel("tokens a second")
+    axes[0][0].set_ylabel("ms a step")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)

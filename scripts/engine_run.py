@@ -175,7 +175,8 @@ def serve(run: Run, work: Path, out: Path) -> None:
         ids = prompt(context)
         seconds, _ = generate(ids, 1)
         note("prefill", context=context, seconds=seconds)
-        # The first pass drafts from nothing, the next from what the first has generated.
+        # The first pass drafts from nothing and compiles what is new, the next draft from what the
+        # first has generated, as soon as that is in the corpus: so the steps are noted too.
         for draft in ("cold", *["warm"] * REPEATS):
             short = min(generate(ids, 1)[0] for _ in range(2))  # the prompt is cached by now
             seconds, answer = generate(ids, NEW_TOKENS + 1)
@@ -315,24 +316,13 @@ def watch(run: Run, work: Path, seconds: float) -> dict:
             **({} if whole else {"log_tail": text[-6000:]})}
 
 
-def decode_rates(record: dict, context: int) -> dict[str, float]:
-    """Tokens a second by draft, and steps."""
-    rates = {}
-    for draft in ("cold", "warm"):
-        runs = [f for f in record["found"] if f["kind"] == "decode" and
-                (f["context"], f["draft"]) == (context, draft)]
-        if runs:
-            rates[draft] = NEW_TOKENS / statistics.median(f["seconds"] for f in runs)
-    return rates
-
-
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def compare(runs: dict[str, dict], one: str, other: str) -> list[dict]:
-    """Tokens and rates of two runs, context by context."""
+    """The greedy tokens of two runs, context by context."""
     rows = []
     a, b = runs.get(one, {}).get("found", []), runs.get(other, {}).get("found", [])
     for context in sorted({f["context"] for f in a if "context" in f}):
@@ -347,10 +337,6 @@ def compare(runs: dict[str, dict], one: str, other: str) -> list[dict]:
         tops = [pick(found, "logprobs") for found in (a, b)]
         if at is not None and all(tops):
             row["top2_there"] = [t["top2"][at] for t in tops if len(t["top2"]) > at]
-        rates = [decode_rates(runs[name], context) for name in (one, other)]
-        row["tokens_per_second"] = dict(zip((one, other), rates, strict=True))
-        row["speedup"] = {d: round(rates[1][d] / rates[0][d], 3) for d in rates[0]
-                          if d in rates[1]}
         rows.append(row)
     return rows
 
@@ -433,6 +419,8 @@ def finish(record: dict, args: argparse.Namespace) -> None:
     if versions and versions.exists():
         record["packages"] = json.loads(versions.read_text())
         record["sglang"] = record["packages"].get("sglang")
+    for run in record["runs"].values():  # a resumed record may be of several commits
+        run.setdefault("commit", record["commit"])
     records.write(args.out, record)
 
 

@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from mla_kernels import figures_peers, figures_speed, measurements, predict
+from mla_kernels import engine_runs, figures_peers, figures_speed, measurements, predict
 from mla_kernels.bench import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -41,11 +41,13 @@ def blocks() -> dict[str, str]:
     table = measurements.markdown_table(run, shapes, ["cuda", "triton_split", "sglang_extend"])
     summary = json.loads((ROOT / "data/checks/h200_tree_verify.json").read_text())
     errors = predict.errors_sentence(predict.held_out(run), predict.held_out(run, batches=True))
+    engine = engine_runs.latest()
     modelled = predict.markdown_table(shapes, predict.calibrate(run))
     return {
         "measurements": f"{table}\n\n{measurements.origin(run)}.",
         "correctness": correctness(summary),
         "peers": measurements.markdown_peers(everything, shapes),
+        "engine": f"{engine.markdown_table()}\n\n{engine}.",
         "modelled": f"{modelled}\n\n{errors}",
     }
 

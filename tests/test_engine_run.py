@@ -86,8 +86,7 @@ def test_runs_are_recorded_and_compared(engine):
     assert status == 0 and list(record["runs"]) == names
     (row,) = record["compared"]["triton-graph-64 / ours-graph-64"]
     assert row["same_tokens"] and row["context"] == 4096
-    assert set(row["tokens_per_second"]["ours-graph-64"]) == {"cold", "warm"}
-    assert set(row["speedup"]) == {"cold", "warm"}
+    assert record["runs"]["ours-graph-64"]["commit"] == record["commit"]
     (row,) = record["compared"]["triton-graph-64 / ours-wrong-order"]
     assert (row["same_tokens"], row["first_difference"]) == (False, 7)
     assert row["top2_there"] == [[[7, -0.1], [8, -0.2]], [[99, -0.1], [100, -0.2]]]
@@ -105,7 +104,7 @@ def test_runs_are_recorded_and_compared(engine):
     assert read.tokens("triton-graph-64", "ours-graph-64")[0].endswith("the same 129 tokens")
     assert read.attention_us("ours-graph-64", 4096) == 12.5
     assert read.attention_us("triton-graph-64", 4096) == 2.5
-    assert read.step_ms("ours-graph-64", 4096) > 0 and len(read.table()) == 2
+    assert len(read.table()) == 1 and read.decode("ours-graph-64", 4096)["ms_a_step"] > 0
     assert read.said("ours-graph-64") == ["SGLang 0.5.16: verify runs through mla_kernels"]
 
 

@@ -20,26 +20,30 @@ def made_up(rng):
             backend = name.partition("-")[0]
             found = [{"kind": "profile", "context": c,
                       "attention": {backend: [64, float(rng.uniform(10, 1e4))]}} for c in CONTEXTS]
+            found += [{"kind": "decode", "context": c, "draft": draft, "verify_steps": steps,
+                       "seconds": float(rng.uniform(0.1, 1))} for c in CONTEXTS
+                      for draft, steps in (("cold", 5), ("warm", 20), ("warm", 8), ("warm", 8))]
             runs[name] = {"backend": backend, "found": found, "whole": True, "said": []}
         compared[f"{one} / {other}"] = [{
-            "context": c, "same_tokens": True, "first_difference": None,
-            "tokens_per_second": {name: {d: float(rng.uniform(10, 1e3)) for d in ("cold", "warm")}
-                                  for name in (one, other)},
-            "speedup": {"cold": 1.0, "warm": 1.0}} for c in CONTEXTS]
+            "context": c, "same_tokens": True, "first_difference": None} for c in CONTEXTS]
     return EngineRecord(runs, compared, {"new_tokens": 128},
                         {"gpu": "GPU", "date": "2026-12-01", "sglang": "0.5.16"})
 
 
 def test_table(rng):
+    """Of the passes, the quickest of the warm ones with the fewest steps counts."""
     record = made_up(rng)
     table = record.table()
-    assert len(table) == 2 * 3 * 2
+    assert len(table) == 2 * 3
     for row in table:
-        rates = record.rows(*PAIRS[row["mode"]])[CONTEXTS.index(row["context"])][
-            "tokens_per_second"]
-        one, other = PAIRS[row["mode"]]
-        assert row["speed-up"] == rates[other][row["draft"]] / rates[one][row["draft"]]
-        assert row["ours us/layer"] == record.attention_us(other, row["context"])
+        ms = [1e3 / 8 * min(f["seconds"] for f in record.found(name, "decode", row["context"])
+                            if (f["draft"], f["verify_steps"]) == ("warm", 8))
+              for name in PAIRS[row["mode"]]]
+        assert [row["SGLang ms/step"], row["ours ms/step"]] == pytest.approx(ms)
+        assert row["speed-up"] == pytest.approx(ms[0] / ms[1])
+        assert row["SGLang steps"] == row["ours steps"] == 8
+        assert row["ours tokens/s"] == pytest.approx(128 * 1e3 / 8 / ms[1])
+        assert row["ours us/layer"] == record.attention_us(PAIRS[row["mode"]][1], row["context"])
 
 
 @pytest.mark.parametrize(("tops", "text"), [
@@ -64,10 +68,10 @@ def test_what_is_lacking_is_left_out(rng):
     assert record.tokens("triton-graph-64", "ours-shadow") == [] and record.said("none") == []
     record.runs["ours-graph-64"]["found"].clear()
     assert record.attention_us("ours-graph-64", 4096) is None
-    assert record.attention_us("none", 4096) is None and record.step_ms("none", 1) is None
+    assert record.attention_us("none", 4096) is None and record.decode("none", 1) is None
     assert isinstance(figures_sglang.layer_time(record), Figure)
     record.compared.clear()
-    assert record.table() == [] and isinstance(figures_sglang.decode_speed(record), Figure)
+    assert record.table() == [] and isinstance(figures_sglang.step_time(record), Figure)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "not json", '{"runs": {"a": {}}, "compared": {}, '
@@ -105,14 +109,12 @@ def test_pictures(rng):
     path = figures_sglang.verify_path()
     titles = {t.get_text() for t in path.axes[0].texts}
     assert {"TreeVerify", "marshal.from_sglang", "TritonAttnBackend.forward_extend"} <= titles
-    speed = figures_sglang.decode_speed(record, title="t")
+    speed = figures_sglang.step_time(record, title="t")
     assert [ax.get_title(loc="left") for ax in speed.axes] == list(PAIRS)
     for ax, (one, other) in zip(speed.axes, PAIRS.values(), strict=True):
         drawn = [line.get_ydata().tolist() for line in ax.lines]
         for name in (one, other):
-            for draft in ("cold", "warm"):
-                assert [row["tokens_per_second"][name][draft]
-                        for row in record.rows(one, other)] in drawn
+            assert [record.decode(name, c)["ms_a_step"] for c in CONTEXTS] in drawn
     time = figures_sglang.layer_time(record)
     one, other = PAIRS["CUDA graphs"]
     assert [line.get_ydata().tolist() for line in time.axes[0].lines] == [

@@ -52,7 +52,7 @@ def test_readme_is_the_data(readme_script):
     """Tables, correctness, the model's predictions and its errors."""
     text = (ROOT / "README.md").read_text()
     blocks = readme_script.blocks()
-    assert set(blocks) == {"measurements", "correctness", "peers", "modelled"}
+    assert set(blocks) == {"measurements", "correctness", "peers", "engine", "modelled"}
     for name, inside in blocks.items():
         assert f"<!-- {name}: begin -->\n{inside}\n<!-- {name}: end -->" in text, name
 
