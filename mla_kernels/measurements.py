@@ -40,8 +40,8 @@ ORIGIN = ["gpu", "arch", "sms", "driver", "cuda", "torch", "commit", "date"]
 STATUS = ("ok", "unavailable", "failed", "wrong")
 
 #: All that a row says besides its origin.
-COLUMNS = [*KEY, "version", "status", "note", "regions", "error", "latency_us", "p10_us", "p90_us",
-           "tflops", "gbps", *CEILINGS]
+COLUMNS = [*KEY, "version", "status", "note", "regions", "replays", "error", "latency_us", "p10_us",
+           "p90_us", "tflops", "gbps", *CEILINGS]
 
 #: The largest error that a timed row may have: the time of a wrong result is none.
 MAX_ERROR = 1e-2
@@ -62,7 +62,8 @@ PEER_NAMES = {
     "flashinfer_fa2": "FlashInfer MLA FA2, chains only",
     "flashinfer_fa3": "FlashInfer MLA FA3 (wgmma), chains only",
     "flashmla": "FlashMLA (wgmma), chains only",
-    "prefix_suffix": "FlashInfer prefix + SGLang suffix, merged",
+    "prefix_suffix_fa2": "FlashInfer FA2 prefix + SGLang suffix, merged",
+    "prefix_suffix_fa3": "FlashInfer FA3 (wgmma) prefix + SGLang suffix, merged",
     "sdpa": "PyTorch SDPA, gathered",
     "flex_attention": "PyTorch FlexAttention, gathered",
 }
@@ -106,7 +107,7 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
         frame["tree"] = "3-ary"
     if "status" not in frame and "latency_us" in frame:
         frame["status"] = np.where(frame["latency_us"].notna(), "ok", "unavailable")
-    for column in ("version", "note", *CEILINGS):
+    for column in ("version", "note", "replays", *CEILINGS):
         if column not in frame:
             frame[column] = None
     return frame
@@ -253,8 +254,9 @@ def markdown_table(frame: pd.DataFrame, shapes: Sequence[Sequence[int]],
 
 
 #: The README's columns beside ours: provider and the kind of draft that it takes.
-PEER_COLUMNS = (("cuda", "3-ary"), ("prefix_suffix", "3-ary"), ("cuda", "chain"),
-                ("flashinfer_fa2", "chain"), ("flashinfer_fa3", "chain"), ("flashmla", "chain"))
+PEER_COLUMNS = (("cuda", "3-ary"), ("prefix_suffix_fa2", "3-ary"), ("prefix_suffix_fa3", "3-ary"),
+                ("cuda", "chain"), ("flashinfer_fa2", "chain"), ("flashinfer_fa3", "chain"),
+                ("flashmla", "chain"))
 
 
 def markdown_peers(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:

@@ -17,7 +17,7 @@ from mla_kernels.attention import verify_attention
 from mla_kernels.bench import PRESETS, Shape, error_of, make_workload
 from mla_kernels.device import Ceiling
 from mla_kernels.peers import Provider, Unavailable
-from mla_kernels.workload import MODEL_HEADS, TREES
+from mla_kernels.workload import MODEL_BATCHES, MODEL_FLOPS, MODEL_HEADS, MODEL_NODES, TREES
 
 ROOT = Path(__file__).parent.parent
 ROW = 576 * 2
@@ -60,8 +60,17 @@ def test_presets():
         "8,8,16,16384 8,8,64,16384 16,8,32,8192 1,64,8,16384 1,12,8,16384 4,128,4,8192").split()]
     for name, heads in MODEL_HEADS.items():
         assert {s.num_heads for s in PRESETS[name]} == {heads // tp for tp in (1, 2, 4, 8)}
-        assert {s.context for s in PRESETS[name]} == {1024 * 2**i for i in range(8)}
-        assert {s.batch_size for s in PRESETS[name]} == {2**i for i in range(7)}
+        assert {(s.batch_size, s.context) for s in PRESETS[name]} == set(MODEL_BATCHES)
+        cross = {Shape(b, heads // tp, t, c) for b, c in MODEL_BATCHES for t in MODEL_NODES
+                 for tp in (1, 2, 4, 8)}
+        left_out = cross - set(PRESETS[name])
+        assert all(2 * 1088 * s.batch_size * s.num_heads * s.num_nodes
+                   * (s.context + s.num_nodes) > MODEL_FLOPS for s in left_out)
+        assert set(PRESETS[name]) < cross or not left_out
+        assert len(left_out) <= 2
+    assert set(PRESETS["grid"]) == {s for shapes in PRESETS.values() for s in shapes}
+    contexts, batches = ({pair[i] for pair in MODEL_BATCHES} for i in (1, 0))
+    assert {1024, 131072} <= contexts and {1, 64} <= batches
     for name, swept in (("context", "context"), ("nodes", "num_nodes"), ("heads", "num_heads")):
         fixed = {f.name for f in dataclasses.fields(Shape)} - {swept}
         values = {}
