@@ -229,8 +229,8 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
         ``note``; ``latency_us`` (median) with ``p10_us`` and ``p90_us``, ``error`` (relative,
         against the oracle), ``tflops`` and ``gbps`` (counted by :mod:`mla_kernels.device`),
         ``regions``, ``replays`` (how many were timed), the ceilings and ``ceiling_percent`` (the
-        time that they allow over the time taken), and where it comes from. A provider without a tree mask has a row that says so
-        on trees, and its times on chains.
+        time that they allow over the time taken), and where it comes from. A provider without a
+        tree mask has a row that says so on trees, and its times on chains.
 
     Raises:
         ContextLost: an illegal access or the like in a provider's kernel. Its row is saved.
