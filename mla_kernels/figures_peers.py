@@ -17,7 +17,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from .device import H200, Ceiling, attention_bytes, attention_flops
 from .figures import COLOR, MARKERS, SERIES, _grid, _label_ends, _new_figure, _styled, _text_on
 from .figures_speed import _counts, _origin, _plain, _shape_text
-from .measurements import NAMES, PEER_NAMES, SHAPE, of_tree, sweep
+from .measurements import (
+    NAMES,
+    PEER_NAMES,
+    SHAPE,
+    TREE_RIVALS,
+    best_of_others,
+    of_tree,
+    sweep,
+)
 from .workload import MODEL_BATCHES, MODEL_HEADS, MODEL_NODES
 
 #: Who is in these pictures, with colour, marker and the kind of draft that it was measured on.
@@ -139,12 +147,8 @@ def beside_peers(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], *,
     return figure
 
 
-#: Others than ours that verify trees.
-RIVALS = ("sglang_extend", "sglang_extend_sm12x", "prefix_suffix_fa2", "prefix_suffix_fa3", "sdpa")
-
-
 @_styled
-def against_the_best(frame: pd.DataFrame, *, rivals: Sequence[str] = RIVALS,
+def against_the_best(frame: pd.DataFrame, *, rivals: Sequence[str] = TREE_RIVALS,
                      title: str = "") -> Figure:
     """Everything the models' presets have: the time of the fastest of ``rivals`` on a tree, as a
     multiple of our CUDA kernel's; heads down, requests and context across, a panel for each size
@@ -153,18 +157,11 @@ def against_the_best(frame: pd.DataFrame, *, rivals: Sequence[str] = RIVALS,
     Raises:
         ValueError: none of these shapes was measured.
     """
-    rows = of_tree(frame)
-    times = rows[rows["status"] == "ok"].set_index(["provider", *SHAPE])["latency_us"]
+    known = best_of_others(frame, rivals)
     heads = sorted({h // tp for h in MODEL_HEADS.values() for tp in (1, 2, 4, 8)})
     columns = sorted(MODEL_BATCHES)
-    grid = np.full((len(MODEL_NODES), len(heads), len(columns)), np.nan)
-    for n, nodes in enumerate(MODEL_NODES):
-        for i, h in enumerate(heads):
-            for j, (batch, context) in enumerate(columns):
-                shape = (batch, h, nodes, context)
-                others = [times[(r, *shape)] for r in rivals if (r, *shape) in times.index]
-                if others and ("cuda", *shape) in times.index:
-                    grid[n, i, j] = min(others) / times[("cuda", *shape)]
+    grid = np.array([[[known.get((batch, h, nodes, context), np.nan)
+                       for batch, context in columns] for h in heads] for nodes in MODEL_NODES])
     if np.isnan(grid).all():
         raise ValueError("none of the models' shapes is in this run")
     # As far from 1 to either side, so that the middle of the colours is a draw.

@@ -71,6 +71,13 @@ PEER_NAMES = {
 #: Kernels without a tree mask: their times are of chains.
 CHAINS_ONLY = ("sglang_verify", "sglang_decode", "flashinfer_fa2", "flashinfer_fa3", "flashmla")
 
+#: Others than ours that verify trees.
+TREE_RIVALS = ("sglang_extend", "sglang_extend_sm12x", "prefix_suffix_fa2", "prefix_suffix_fa3",
+               "sdpa")
+
+#: Those that need wgmma, which sm_120 does not have.
+WGMMA = ("flashinfer_fa3", "flashmla", "prefix_suffix_fa3")
+
 #: Times of the kernel's versions on one H200, of single short runs; notes/kernel_versions.md tells
 #: their story. ``kept``: later versions were built on it.
 VERSIONS = FOLDER.parent / "kernel_versions.csv"
@@ -219,6 +226,34 @@ def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "sglan
     wide.columns = [*SHAPE, "latency_us", "baseline_us"]
     wide["speedup"] = wide["baseline_us"] / wide["latency_us"]
     return wide
+
+
+def best_of_others(frame: pd.DataFrame, rivals: Sequence[str] = TREE_RIVALS) -> pd.Series:
+    """The time of the fastest of ``rivals`` on a tree as a multiple of our CUDA kernel's, by
+    shape, for shapes where both were timed: above 1 ours is faster."""
+    rows = of_tree(frame)
+    wide = rows[rows["status"] == "ok"].pivot(index=SHAPE, columns="provider",
+                                              values="latency_us")
+    return (wide.reindex(columns=list(rivals)).min(axis=1) / wide["cuda"]).dropna()
+
+
+def grid_sentence(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:
+    """How much a run holds, and on how many of some shapes ours is the fastest for trees; for the
+    README.
+
+    Args:
+        frame: a run with all kinds of tree.
+    """
+    mma = [r for r in TREE_RIVALS if r not in WGMMA]
+    ratios = [best_of_others(frame, r).reindex([tuple(s) for s in shapes]).dropna()
+              for r in (TREE_RIVALS, mma)]
+    first, alone = ((r > 1).sum() for r in ratios)
+    timed = (frame["status"] == "ok").sum()
+    return (f"The run has {len(frame.groupby(SHAPE)):,} shapes and {timed:,} times by "
+            f"{frame['provider'].nunique()} providers; {len(frame) - timed:,} rows say why there "
+            f"is none. Of the {len(ratios[0])} shapes of the models' presets ours is the fastest "
+            f"for trees on {first}; on {alone} of {len(ratios[1])} among kernels that do without "
+            f"wgmma.")
 
 
 def sweep(frame: pd.DataFrame, along: str, provider: str, *, tree: str = "3-ary",

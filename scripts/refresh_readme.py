@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mla_kernels import figures_peers, figures_speed, measurements, predict
 from mla_kernels.bench import PRESETS
+from mla_kernels.workload import MODEL_HEADS
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +34,12 @@ def correctness(summary: dict) -> str:
             f"relative error {worst['out']:.1e} ({summary['date']}, commit {summary['commit']}).")
 
 
+def model_shapes() -> list[tuple[int, ...]]:
+    """Shapes of the models' presets, each once."""
+    return list(dict.fromkeys(dataclasses.astuple(s) for name in MODEL_HEADS
+                              for s in PRESETS[name]))
+
+
 def blocks() -> dict[str, str]:
     """What stands between each pair of marks."""
     everything = measurements.latest("H200", tree=None)
@@ -46,6 +53,7 @@ def blocks() -> dict[str, str]:
         "measurements": f"{table}\n\n{measurements.origin(run)}.",
         "correctness": correctness(summary),
         "peers": measurements.markdown_peers(everything, shapes),
+        "grid": measurements.grid_sentence(everything, model_shapes()),
         "modelled": f"{modelled}\n\n{errors}",
     }
 
@@ -63,6 +71,8 @@ def main() -> None:
             title="Speed-up of our CUDA kernel on an H200"),
         "beside_peers": figures_peers.beside_peers(
             everything, shapes, title="Other kernels' time over ours, H200"),
+        "against_the_best": figures_peers.against_the_best(
+            everything, title="Trees on an H200: the fastest other kernel's time over ours"),
     }
     (ROOT / "data/figures").mkdir(exist_ok=True)
     for name, figure in pictures.items():

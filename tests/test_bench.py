@@ -273,6 +273,7 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
         "missing": Provider(raising(Unavailable("not installed: pip install it"))),
         "broken": Provider(raising(IndexError("list index\nout of range"))),
         "large": Provider(raising(OutOfResources("shared memory, Required: 294912"))),
+        "full": Provider(raising(torch.OutOfMemoryError("tried to allocate 80 GiB"))),
         "wrong": Provider(wrong),
         "chain only": Provider(reference_call, trees=("chain",)),
         "reference": Provider(reference_call, trees=("3-ary", "chain")),
@@ -280,10 +281,11 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     ceiling = Ceiling("a GPU", "sm_00", 1, 1e9, 1e12, "here")
     frame = bench.measure([Shape(1, 2, 3, 20)], providers, ceiling=ceiling, **ORIGIN)
     rows = frame.set_index(["tree", "provider"])
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert rows["status"].to_dict() == {
         ("3-ary", "missing"): "unavailable", ("3-ary", "broken"): "failed",
-        ("3-ary", "large"): "unavailable", ("3-ary", "wrong"): "wrong",
+        ("3-ary", "large"): "unavailable", ("3-ary", "full"): "unavailable",
+        ("3-ary", "wrong"): "wrong",
         ("3-ary", "chain only"): "unavailable", ("3-ary", "reference"): "ok",
         ("chain", "chain only"): "ok", ("chain", "reference"): "ok"}
     notes = rows["note"].loc["3-ary"]
@@ -291,11 +293,12 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     assert notes["broken"] == "IndexError: list index out of range"
     assert notes["large"] == "OutOfResources: shared memory, Required: 294912"
     assert "no tree mask" in notes["chain only"]
-    assert rows["latency_us"].isna().sum() == 5
+    assert notes["full"] == "OutOfMemoryError: tried to allocate 80 GiB"
+    assert rows["latency_us"].isna().sum() == 6
     assert rows.loc[("3-ary", "wrong"), "error"] == pytest.approx(0.1, rel=0.1)
     there = rows.loc[("3-ary", "reference")]
     assert there["latency_us"] == 3 and 2 <= there["p10_us"] <= 3 <= there["p90_us"] <= 4
-    assert there["error"] < 3e-3 and there["regions"] == 2
+    assert there["error"] < 3e-3 and there["regions"] == 2 and there["replays"] == 3
     # By hand: 2 * 1 * 2 heads * 3 nodes * 23 rows * (576 + 512) flop in 3 us.
     assert there["tflops"] == pytest.approx(2 * 2 * 3 * 23 * 1088 / 3e-6 / 1e12)
     moved = (23 * 576 + 3 * 2 * 1088) * 2

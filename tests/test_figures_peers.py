@@ -119,7 +119,7 @@ def test_the_best_of_the_others_over_ours(run):
     known = {(who, s): float(rng.uniform(20, 90)) for s in shapes for who in whos}
     frame = grid_run(run, known)
     for left_out in ((), ("prefix_suffix_fa3",)):
-        rivals = [r for r in figures_peers.RIVALS if r not in left_out]
+        rivals = [r for r in measurements.TREE_RIVALS if r not in left_out]
         found = cells(figures_peers.against_the_best(frame, rivals=rivals, title="t"))
         assert len(found) == len(set(shapes))
         for batch, heads, nodes, context in shapes:
