@@ -182,7 +182,8 @@ def test_the_best_of_the_others(timed):
     told = measurements.grid_sentence(frame, shapes)
     first = sum(found[s] > 1 for s in shapes)
     assert "2 shapes and 8 times by 4 providers; 1 rows say why" in told
-    assert f"Of the 2 shapes of the models' presets ours is the fastest for trees on {first}" in told
+    assert f"Of the 2 shapes of the models' presets ours is the fastest for trees on {first};" \
+        in told
     assert f"on {2 * (theirs > mine)} of 2 among kernels that do without wgmma" in told
 
 
