@@ -35,6 +35,11 @@ __all__ = ["DEFAULT", "PRESETS", "PROVIDERS", "ContextLost", "Shape", "Workload"
            "error_of", "make_workload", "measure", "time_graph"]
 
 
+#: Replays that are timed of a call however long it takes. They differ by 0.1 % where calls take
+#: milliseconds.
+FEWEST = 5
+
+
 class ContextLost(RuntimeError):
     """A kernel broke the CUDA context: nothing more can run in this process."""
 
@@ -121,7 +126,7 @@ def time_graph(work: Workload, call: Call, *, seconds: float = 0.25) -> np.ndarr
     """Microseconds a call: a CUDA graph of one call a region, replayed and timed with events.
 
     Returns:
-        One figure a replay, each the mean over the regions.
+        One figure a replay, each the mean over the regions: from :data:`FEWEST` to 400 of them.
     """
     def calls(regions: int) -> None:
         for region in range(regions):
@@ -138,8 +143,8 @@ def time_graph(work: Workload, call: Call, *, seconds: float = 0.25) -> np.ndarr
         torch.cuda.synchronize()
         return np.array([a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
 
-    probe = replays(3)[1:].mean() / 1e3
-    return 1e3 * replays(int(np.clip(seconds / probe, 10, 400)))[1:] / work.regions
+    probe = replays(2)[1] / 1e3
+    return 1e3 * replays(int(np.clip(seconds / probe, FEWEST, 400)) + 1)[1:] / work.regions
 
 
 def _reason(error: Exception) -> str:
@@ -171,8 +176,9 @@ def _record(work: Workload, provider: Provider, seconds: float, ceiling: Ceiling
     except Unavailable as reason:
         return record | {"status": "unavailable", "note": str(reason)}
     except Exception as error:
-        # Triton's name for more shared memory or registers than there are.
-        if type(error).__name__ == "OutOfResources":
+        # Triton's name for more shared memory or registers than there are; of device memory.
+        if (type(error).__name__ == "OutOfResources"
+                or isinstance(error, torch.OutOfMemoryError)):
             return record | {"status": "unavailable", "note": _reason(error)}
         tqdm.write("".join(traceback.format_exception(error)[-4:]), file=sys.stderr)
         return record | {"status": "failed", "note": _reason(error)}
@@ -180,9 +186,9 @@ def _record(work: Workload, provider: Provider, seconds: float, ceiling: Ceiling
     latency = float(np.median(times))
     flops, moved = attention_flops(*counts), attention_bytes(*counts)
     record |= {
-        "status": "ok", "latency_us": latency, "p10_us": float(np.quantile(times, 0.1)),
-        "p90_us": float(np.quantile(times, 0.9)), "tflops": flops / latency / 1e6,
-        "gbps": moved / latency / 1e3,
+        "status": "ok", "replays": len(times), "latency_us": latency,
+        "p10_us": float(np.quantile(times, 0.1)), "p90_us": float(np.quantile(times, 0.9)),
+        "tflops": flops / latency / 1e6, "gbps": moved / latency / 1e3,
     }
     if ceiling:
         record |= {"ceiling_tflops": ceiling.tensor / 1e12,
@@ -214,7 +220,7 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
     Args:
         ceiling: rates of this GPU, for ``ceiling_percent``.
         earlier: rows of the same run, which stay and are not measured again.
-        save: is given all rows after each new one.
+        save: is given all rows after each shape and kind of tree.
         origin: columns that replace those of :func:`mla_kernels.device.provenance` or are added.
 
     Returns:
@@ -222,9 +228,9 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
         ``unavailable``, ``failed``, ``wrong``) and, where that is not ``ok``, the reason in
         ``note``; ``latency_us`` (median) with ``p10_us`` and ``p90_us``, ``error`` (relative,
         against the oracle), ``tflops`` and ``gbps`` (counted by :mod:`mla_kernels.device`),
-        ``regions``, the ceilings and ``ceiling_percent`` (the time that they allow over the time
-        taken), and where it comes from. A provider without a tree mask has a row that says so
-        on trees, and its times on chains.
+        ``regions``, ``replays`` (how many were timed), the ceilings and ``ceiling_percent`` (the
+        time that they allow over the time taken), and where it comes from. A provider without a
+        tree mask has a row that says so on trees, and its times on chains.
 
     Raises:
         ContextLost: an illegal access or the like in a provider's kernel. Its row is saved.
@@ -242,6 +248,8 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
         if record["status"] != "ok":
             tqdm.write(f"{shape}, {tree}: {name} {record['status']}: {record['note']}",
                        file=sys.stderr)
+
+    def save_all() -> None:
         save(pd.DataFrame.from_records(rows))
 
     with tqdm(total=sum(len(names) for *_, names in todo), leave=False, unit="row") as bar:
@@ -255,6 +263,7 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
                         "note": "it has no tree mask: timed on a chain of as many nodes"})
             bar.update(len(names) - len(able))
             if not able:
+                save_all()
                 continue
             try:
                 work = make_workload(shape, tree=tree, seed=seed)
@@ -262,16 +271,19 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
                 for name in able:
                     add(shape, tree, name, {"status": "unavailable", "note": _reason(error)})
                 bar.update(len(able))
+                save_all()
                 continue
             for name in able:
                 add(shape, tree, name, _record(work, providers[name], seconds, ceiling))
                 bar.update()
                 if rows[-1]["status"] == "failed" and _context_lost():
+                    save_all()
                     raise ContextLost(f"{name} broke the CUDA context on {shape}, {tree}: "
                                       f"{rows[-1]['note']}")
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
             del work
+            save_all()
     return pd.DataFrame.from_records(rows)
 
 

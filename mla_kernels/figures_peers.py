@@ -8,14 +8,25 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from .device import H200, Ceiling, attention_bytes, attention_flops
-from .figures import COLOR, MARKERS, SERIES, _grid, _label_ends, _new_figure, _styled
+from .figures import COLOR, MARKERS, SERIES, _grid, _label_ends, _new_figure, _styled, _text_on
 from .figures_speed import _counts, _origin, _plain, _shape_text
-from .measurements import NAMES, PEER_NAMES, SHAPE, of_tree, sweep
+from .measurements import (
+    NAMES,
+    PEER_NAMES,
+    SHAPE,
+    TREE_RIVALS,
+    best_of_others,
+    of_tree,
+    sweep,
+)
+from .workload import MODEL_BATCHES, MODEL_HEADS, MODEL_NODES
 
 #: Who is in these pictures, with colour, marker and the kind of draft that it was measured on.
 #: Hollow markers are chains: those kernels have no tree mask.
@@ -23,7 +34,8 @@ WHO = {
     "cuda": (SERIES[0], "o", "3-ary"),
     "triton_split": (SERIES[1], "s", "3-ary"),
     "sglang_extend": (SERIES[3], "v", "3-ary"),
-    "prefix_suffix": (SERIES[2], "^", "3-ary"),
+    "prefix_suffix_fa2": (SERIES[2], "^", "3-ary"),
+    "prefix_suffix_fa3": (SERIES[2], "<", "3-ary"),
     "flashinfer_fa2": (SERIES[6], "D", "chain"),
     "flashinfer_fa3": (SERIES[4], "P", "chain"),
     "flashmla": (SERIES[5], "X", "chain"),
@@ -35,7 +47,7 @@ def _rows(frame: pd.DataFrame, provider: str, shapes: Sequence[Sequence[int]]) -
     rows = of_tree(frame, WHO[provider][2])
     rows = rows[(rows["provider"] == provider) & (rows["status"] == "ok")]
     wanted = {tuple(map(int, shape)) for shape in shapes}
-    return rows[[tuple(s) in wanted for s in rows[SHAPE].itertuples(index=False)]]
+    return rows[np.array([tuple(s) in wanted for s in rows[SHAPE].to_numpy()], dtype=bool)]
 
 
 def _key(ax: Axes, frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> None:
@@ -136,6 +148,96 @@ def beside_peers(frame: pd.DataFrame, shapes: Sequence[Sequence[int]], *,
 
 
 @_styled
+def against_the_best(frame: pd.DataFrame, *, rivals: Sequence[str] = TREE_RIVALS,
+                     title: str = "") -> Figure:
+    """Everything the models' presets have: the time of the fastest of ``rivals`` on a tree, as a
+    multiple of our CUDA kernel's; heads down, requests and context across, a panel for each size
+    of tree. Above 1 ours is faster. An empty cell is a shape that is in no preset.
+
+    Raises:
+        ValueError: none of these shapes was measured.
+    """
+    known = best_of_others(frame, rivals)
+    heads = sorted({h // tp for h in MODEL_HEADS.values() for tp in (1, 2, 4, 8)})
+    columns = sorted(MODEL_BATCHES)
+    grid = np.array([[[known.get((batch, h, nodes, context), np.nan)
+                       for batch, context in columns] for h in heads] for nodes in MODEL_NODES])
+    if np.isnan(grid).all():
+        raise ValueError("none of the models' shapes is in this run")
+    # As far from 1 to either side, so that the middle of the colours is a draw.
+    most = max(np.nanmax(grid), 1 / np.nanmin(grid), 2)
+    figure, axes = _new_figure(0.3 * len(heads) + 2.0, 1, len(MODEL_NODES), sharey=True)
+    for ax, nodes, ratios in zip(axes, MODEL_NODES, grid, strict=True):
+        image = ax.imshow(ratios, cmap="PuOr", norm=LogNorm(1 / most, most), aspect="auto")
+        for (i, j), ratio in np.ndenumerate(ratios):
+            if not np.isnan(ratio):
+                ax.annotate(f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}", (j, i),
+                            ha="center", va="center", fontsize=8.5,
+                            color=_text_on(image.cmap(image.norm(ratio))),
+                            fontweight="bold" if ratio < 1 else "normal")
+        ax.set_xticks(range(len(columns)), [f"{b} ×\n{c // 1024}k" for b, c in columns],
+                      fontsize=8.5)
+        ax.tick_params(length=0)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+        ax.set_title(f"{nodes} nodes", fontsize=9.5)
+        ax.set_xlabel("requests × context")
+    axes[0].set_yticks(range(len(heads)), heads)
+    axes[0].set_ylabel("heads")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    _origin(figure, frame)
+    return figure
+
+
+@_styled
+def measured_parts(parts: dict, profile: dict, *, title: str = "") -> Figure:
+    """A call of our kernel with its prefix and without, in percent of the whole call; the bracket
+    is the merge kernel alone under Nsight Compute, without the overlap that it has in a graph.
+
+    Args:
+        parts: what ``scripts/call_parts.py`` records.
+        profile: what ``scripts/profile_rows.py`` records, of the same commit.
+
+    Raises:
+        ValueError: of different commits, or a shape that was not profiled.
+    """
+    if parts["commit"] != profile["commit"]:
+        raise ValueError(f"parts are of commit {parts['commit']}, the profile is of "
+                         f"{profile['commit']}")
+    merges = {row["shape"]: row["kernels"][1]["us"] for row in profile["rows"]}
+    missing = [row["shape"] for row in parts["rows"] if row["shape"] not in merges]
+    if missing:
+        raise ValueError(f"shape {missing[0]} was not profiled")
+    figure, ax = _new_figure(0.34 * len(parts["rows"]) + 1.7)
+    for y, row in enumerate(parts["rows"]):
+        draft = 100 * row["draft_us"] / row["whole_us"]
+        merge = 100 * merges[row["shape"]] / row["whole_us"]
+        ax.barh(y, draft, height=0.62, color=SERIES[1])
+        ax.barh(y, 100 - draft, left=draft, height=0.62, color=SERIES[0])
+        ax.plot([100 - merge, 100], [y + 0.42] * 2, color=COLOR["ink"], linewidth=2.5)
+        ax.annotate(f"{row['whole_us']:,.0f} µs", (1, y), xycoords=("axes fraction", "data"),
+                    xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set_yticks(range(len(parts["rows"])),
+                  [_shape_text(row["shape"].split(",")) for row in parts["rows"]])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set(xlim=(0, 100), ylim=(len(parts["rows"]) - 0.4, -0.6), title=title,
+           xlabel="share of the measured call, %")
+    _grid(ax, "x")
+    handles = [Patch(color=SERIES[1], label="without a prefix: start, draft, merge of one run"),
+               Patch(color=SERIES[0], label="what the prefix adds"),
+               Line2D([], [], color=COLOR["ink"], linewidth=2.5, label="merge kernel alone")]
+    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3,
+              borderaxespad=0.2, fontsize=8.5)
+    ax.set_title(ax.get_title(loc="left"), loc="left", pad=26)
+    figure.supxlabel(f"Measured on {parts['gpu']}, {parts['date']}, commit {parts['commit']}; the "
+                     f"merge alone by Nsight Compute.", x=0.01, ha="left", fontsize=8.5,
+                     color=COLOR["muted"])
+    return figure
+
+
+@_styled
 def nodes_at_contexts(frame: pd.DataFrame, contexts: Sequence[int] = (4096, 16384, 65536), *,
                       batch_size: int = 1, num_heads: int = 8, ceiling: Ceiling = H200,
                       title: str = "") -> Figure:
@@ -206,14 +308,16 @@ def linear_cost(frame: pd.DataFrame, *, context: int = 16384, title: str = "") -
                 & (rows["batch_size"] == 1) & rows["latency_us"].notna()]
     count = rows["num_heads"] * rows["num_nodes"]
     slope, start = _line(count, rows["latency_us"])
-    for some, marker, color, label in (
-            (rows["num_heads"] == 8, "o", SERIES[0], "8 heads, 1 to 256 nodes"),
-            ((rows["num_heads"] != 8) & (rows["num_nodes"] == 8), "s", SERIES[1],
-             "8 nodes, 4 to 128 heads"),
-            ((rows["num_heads"] != 8) & (rows["num_nodes"] == 64), "^", SERIES[2],
-             "64 nodes, 4 to 128 heads")):
+    for some, marker, color, fixed, varied in (
+            (rows["num_heads"] == 8, "o", SERIES[0], "8 heads", "num_nodes"),
+            ((rows["num_heads"] != 8) & (rows["num_nodes"] == 8), "s", SERIES[1], "8 nodes",
+             "num_heads"),
+            ((rows["num_heads"] != 8) & (rows["num_nodes"] == 64), "^", SERIES[2], "64 nodes",
+             "num_heads")):
+        over = rows.loc[some, varied]
         right.plot(count[some], rows["latency_us"][some], linestyle="", marker=marker,
-                   color=color, label=label, markerfacecolor="none", markeredgewidth=1.5)
+                   color=color, markerfacecolor="none", markeredgewidth=1.5,
+                   label=f"{fixed}, {over.min()} to {over.max()} {varied.removeprefix('num_')}")
     ends = np.array([0, count.max()])
     right.plot(ends, start + slope * ends, color=COLOR["muted"], linewidth=1.3, zorder=0)
     right.set(xlabel="rows: heads × nodes", ylim=(0, None), xlim=(0, None),

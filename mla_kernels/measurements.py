@@ -40,8 +40,8 @@ ORIGIN = ["gpu", "arch", "sms", "driver", "cuda", "torch", "commit", "date"]
 STATUS = ("ok", "unavailable", "failed", "wrong")
 
 #: All that a row says besides its origin.
-COLUMNS = [*KEY, "version", "status", "note", "regions", "error", "latency_us", "p10_us", "p90_us",
-           "tflops", "gbps", *CEILINGS]
+COLUMNS = [*KEY, "version", "status", "note", "regions", "replays", "error", "latency_us", "p10_us",
+           "p90_us", "tflops", "gbps", *CEILINGS]
 
 #: The largest error that a timed row may have: the time of a wrong result is none.
 MAX_ERROR = 1e-2
@@ -62,13 +62,21 @@ PEER_NAMES = {
     "flashinfer_fa2": "FlashInfer MLA FA2, chains only",
     "flashinfer_fa3": "FlashInfer MLA FA3 (wgmma), chains only",
     "flashmla": "FlashMLA (wgmma), chains only",
-    "prefix_suffix": "FlashInfer prefix + SGLang suffix, merged",
+    "prefix_suffix_fa2": "FlashInfer FA2 prefix + SGLang suffix, merged",
+    "prefix_suffix_fa3": "FlashInfer FA3 (wgmma) prefix + SGLang suffix, merged",
     "sdpa": "PyTorch SDPA, gathered",
     "flex_attention": "PyTorch FlexAttention, gathered",
 }
 
 #: Kernels without a tree mask: their times are of chains.
 CHAINS_ONLY = ("sglang_verify", "sglang_decode", "flashinfer_fa2", "flashinfer_fa3", "flashmla")
+
+#: Others than ours that verify trees.
+TREE_RIVALS = ("sglang_extend", "sglang_extend_sm12x", "prefix_suffix_fa2", "prefix_suffix_fa3",
+               "sdpa")
+
+#: Those that need wgmma, which sm_120 does not have.
+WGMMA = ("flashinfer_fa3", "flashmla", "prefix_suffix_fa3")
 
 #: Times of the kernel's versions on one H200, of single short runs; notes/kernel_versions.md tells
 #: their story. ``kept``: later versions were built on it.
@@ -106,7 +114,7 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
         frame["tree"] = "3-ary"
     if "status" not in frame and "latency_us" in frame:
         frame["status"] = np.where(frame["latency_us"].notna(), "ok", "unavailable")
-    for column in ("version", "note", *CEILINGS):
+    for column in ("version", "note", "replays", *CEILINGS):
         if column not in frame:
             frame[column] = None
     return frame
@@ -220,6 +228,34 @@ def speedups(frame: pd.DataFrame, provider: str = "cuda", baseline: str = "sglan
     return wide
 
 
+def best_of_others(frame: pd.DataFrame, rivals: Sequence[str] = TREE_RIVALS) -> pd.Series:
+    """The time of the fastest of ``rivals`` on a tree as a multiple of our CUDA kernel's, by
+    shape, for shapes where both were timed: above 1 ours is faster."""
+    rows = of_tree(frame)
+    wide = rows[rows["status"] == "ok"].pivot(index=SHAPE, columns="provider",
+                                              values="latency_us")
+    return (wide.reindex(columns=list(rivals)).min(axis=1) / wide["cuda"]).dropna()
+
+
+def grid_sentence(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:
+    """How much a run holds, and on how many of some shapes ours is the fastest for trees; for the
+    README.
+
+    Args:
+        frame: a run with all kinds of tree.
+    """
+    mma = [r for r in TREE_RIVALS if r not in WGMMA]
+    ratios = [best_of_others(frame, r).reindex([tuple(s) for s in shapes]).dropna()
+              for r in (TREE_RIVALS, mma)]
+    first, alone = ((r > 1).sum() for r in ratios)
+    timed = (frame["status"] == "ok").sum()
+    return (f"The run has {len(frame.groupby(SHAPE)):,} shapes and {timed:,} times by "
+            f"{frame['provider'].nunique()} providers; {len(frame) - timed:,} rows say why there "
+            f"is none. Of the {len(ratios[0])} shapes of the models' presets ours is the fastest "
+            f"for trees on {first}; on {alone} of {len(ratios[1])} among kernels that do without "
+            f"wgmma.")
+
+
 def sweep(frame: pd.DataFrame, along: str, provider: str, *, tree: str = "3-ary",
           **fixed: int) -> pd.DataFrame:
     """The rows of one provider along one column of the shape, the others fixed; sorted."""
@@ -253,8 +289,9 @@ def markdown_table(frame: pd.DataFrame, shapes: Sequence[Sequence[int]],
 
 
 #: The README's columns beside ours: provider and the kind of draft that it takes.
-PEER_COLUMNS = (("cuda", "3-ary"), ("prefix_suffix", "3-ary"), ("cuda", "chain"),
-                ("flashinfer_fa2", "chain"), ("flashinfer_fa3", "chain"), ("flashmla", "chain"))
+PEER_COLUMNS = (("cuda", "3-ary"), ("prefix_suffix_fa2", "3-ary"), ("prefix_suffix_fa3", "3-ary"),
+                ("cuda", "chain"), ("flashinfer_fa2", "chain"), ("flashinfer_fa3", "chain"),
+                ("flashmla", "chain"))
 
 
 def markdown_peers(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:

@@ -263,28 +263,26 @@ def build_flashinfer(backend: str) -> None:
     flashinfer(backend)(make_workload(Shape(1, 8, 1, 64), tree="chain", l2_bytes=0))
 
 
-def _flashinfer_best(device: torch.device) -> str:
-    return "fa3" if capability(device)[0] == 9 else "fa2"
+def prefix_suffix(backend: str) -> Prepare:
+    """What one would build today for trees: the prefix by a backend of FlashInfer without a mask,
+    the drafts by SGLang's extend kernel with the tree mask and without the prefix, the two merged
+    by their log-sum-exp with SGLang's kernel."""
+    def prepare(work: Workload) -> Call:
+        prefix, prefix_lse = torch.empty_like(work.out), torch.empty_like(work.lse)
+        suffix, suffix_lse = torch.empty_like(work.out), torch.empty_like(work.lse)
+        merge = _sglang("merge_state").merge_state_triton
+        masked = _extend(work, _sglang("extend_attention").extend_attention_fwd, out=suffix,
+                         lse_extend=suffix_lse, skip_prefix=True)
+        runs = _flashinfer_runs(work, backend, drafts=False, causal=False, lse=True)
 
+        def call(region: int) -> None:
+            runs[region](out=prefix, lse=prefix_lse, return_lse=True, return_lse_base_on_e=True)
+            masked(region)
+            merge(prefix, prefix_lse, suffix, suffix_lse, work.out, work.lse)
 
-def prefix_suffix(work: Workload) -> Call:
-    """What one would build today for trees: the prefix by FlashInfer without a mask, the drafts
-    by SGLang's extend kernel with the tree mask and without the prefix, the two merged by
-    their log-sum-exp with SGLang's kernel."""
-    prefix, prefix_lse = torch.empty_like(work.out), torch.empty_like(work.lse)
-    suffix, suffix_lse = torch.empty_like(work.out), torch.empty_like(work.lse)
-    merge = _sglang("merge_state").merge_state_triton
-    masked = _extend(work, _sglang("extend_attention").extend_attention_fwd, out=suffix,
-                     lse_extend=suffix_lse, skip_prefix=True)
-    runs = _flashinfer_runs(work, _flashinfer_best(work.pool.device), drafts=False, causal=False,
-                            lse=True)
+        return call
 
-    def call(region: int) -> None:
-        runs[region](out=prefix, lse=prefix_lse, return_lse=True, return_lse_base_on_e=True)
-        masked(region)
-        merge(prefix, prefix_lse, suffix, suffix_lse, work.out, work.lse)
-
-    return call
+    return prepare
 
 
 # -- FlashMLA -----------------------------------------------------------------------------
@@ -376,11 +374,23 @@ def sdpa(work: Workload) -> Call:
     return call
 
 
-@functools.cache
 def compiled_flex() -> Callable[..., torch.Tensor]:
+    """FlexAttention compiled for the next shape alone: where shapes are left open it takes its
+    kernel for prefill for few queries too."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+#: What FlexAttention is asked for, in order, until a kernel fits in shared memory, as it rounds
+#: 576 up to 1,024: its own choice, fewer keys a block, and without its split-KV kernel (for less
+#: than 128 rows), whose blocks hold all rows.
+FLEX_OPTIONS = tuple({**blocks, **({"num_stages": 1, "num_warps": 8} if blocks else {})}
+                     for blocks in (
+    {}, {"BLOCK_N": 32}, {"BLOCK_N": 16},
+    {"BLOCK_M": 32, "BLOCK_N": 32, "FORCE_USE_FLEX_ATTENTION": True},
+    {"BLOCK_M": 16, "BLOCK_N": 16, "FORCE_USE_FLEX_ATTENTION": True}))
 
 
 def flex_attention(work: Workload) -> Call:
@@ -397,15 +407,25 @@ def flex_attention(work: Workload) -> Call:
 
     mask = create_block_mask(visible, None, None, rows, context + shape.num_nodes,
                              device=work.pool.device)
-    attend = compiled_flex()
+    reasons = []
+    for options in FLEX_OPTIONS:
+        attend = compiled_flex()
 
-    def call(region: int) -> torch.Tensor:
-        kv = gather(region)
-        out = attend(work.q[region].view(shape.batch_size, 1, rows, 576), kv, kv[..., :512],
-                     block_mask=mask, scale=work.sm_scale)
-        return out.reshape(work.out.shape)
+        def call(region: int, attend=attend, options=options) -> torch.Tensor:
+            kv = gather(region)
+            out = attend(work.q[region].view(shape.batch_size, 1, rows, 576), kv, kv[..., :512],
+                         block_mask=mask, scale=work.sm_scale, kernel_options=dict(options))
+            return out.reshape(work.out.shape)
 
-    return call
+        try:
+            call(0)
+        except Exception as error:
+            reasons.append(" ".join(str(error).split())[-200:])
+            print(f"FlexAttention, {shape}, {options}: {reasons[-1]}", file=sys.stderr)
+        else:
+            print(f"FlexAttention, {shape}, {options}: runs", file=sys.stderr)
+            return call
+    raise Unavailable(f"none of {len(reasons)} choices of blocks ran; its own: {reasons[0]}")
 
 
 CHAIN = ("chain",)
@@ -421,7 +441,8 @@ PEERS: dict[str, Provider] = {
     "flashinfer_fa3": Provider(flashinfer("fa3"), ("flashinfer",), CHAIN,
                                functools.partial(build_flashinfer, "fa3")),
     "flashmla": Provider(flashmla, ("flash_mla",), CHAIN),
-    "prefix_suffix": Provider(prefix_suffix, ("flashinfer", "sglang")),
+    "prefix_suffix_fa2": Provider(prefix_suffix("fa2"), ("flashinfer", "sglang")),
+    "prefix_suffix_fa3": Provider(prefix_suffix("fa3"), ("flashinfer", "sglang")),
     "sdpa": Provider(sdpa),
     "flex_attention": Provider(flex_attention),
 }

@@ -40,9 +40,12 @@ from .device import H200, RTX_5090, RTX_PRO_6000, Ceiling
 #: Bytes of a tile: 32 rows of 576 values in 16 bits.
 TILE_BYTES = cuda.TILE_TOKENS * 576 * 2
 
-#: Clocks in Hz: the H200's maximum as its driver names it, the others' boost as their datasheets
-#: are reported to. 512 dense bf16 multiply-adds a clock and multiprocessor at these clocks give
-#: the tensor rates of :mod:`mla_kernels.device` (half of them on a GeForce).
+#: Clocks in Hz: the H200's maximum as its driver names it; the others' boost clocks as published
+#: by others than their maker: 2,617 MHz beside 24,064 shaders (188 multiprocessors) and 503.8
+#: TFLOP/s dense bf16 at hmc-tech.com for the RTX PRO 6000 Blackwell; 2,407 MHz beside 170
+#: multiprocessors and 1,792 GB/s in Linux Format, May 2025, for the GeForce RTX 5090. 512 dense
+#: bf16 multiply-adds a clock and multiprocessor at these clocks give the tensor rates of
+#: :mod:`mla_kernels.device` (half of them on a GeForce).
 CLOCKS = {H200.name: 1.98e9, RTX_PRO_6000.name: 2.617e9, RTX_5090.name: 2.407e9}
 
 #: The recorded profile of the kernel, see ``scripts/profile_rows.py``.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .batch import VerifyBatch
-from .device import local_gpu
+from .device import attention_flops, local_gpu
 from .layout import KVLayout
 from .reference import verify_attention_reference
 from .tree import DraftTree, chain, kary
@@ -43,24 +43,34 @@ class Shape:
                              ) from None
 
 
-#: Query heads of whole models (``num_attention_heads`` of their published config.json); tensor
+#: Query heads of whole models (``num_attention_heads`` of their published config.json; of
+#: Kimi K3's gated MLA layers, which have no rotary part but the same rows of 512 + 64); tensor
 #: parallelism deals them out.
-MODEL_HEADS = {"kimi-k2": 64, "deepseek-v2-lite": 16, "deepseek-v3": 128}
+MODEL_HEADS = {"kimi-k2": 64, "kimi-k3": 96, "deepseek-v2-lite": 16, "deepseek-v3": 128}
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
-BATCHES = tuple(2**i for i in range(7))
+
+#: What a model is measured on: requests and context of each; nodes of a tree. Finer steps are in
+#: the presets ``context``, ``nodes`` and ``heads``.
+MODEL_BATCHES = ((1, 16384), (8, 8192), (1, 1024), (1, 131072), (64, 8192), (1, 4096))
+MODEL_NODES = (8, 64)
+
+#: Shapes with more arithmetic than this are left out of the models' presets: the serial kernels
+#: would take more than 0.1 s for each of their calls.
+MODEL_FLOPS = 2.4e12
 
 
 def _model(heads: int) -> tuple[Shape, ...]:
-    """A model at TP 1, 2, 4 and 8: contexts of one request, and batches at 8k."""
+    """A model at TP 1, 2, 4 and 8."""
     shapes = [Shape(b, heads // tp, nodes, context)
-              for tp in (1, 2, 4, 8) for nodes in (8, 64)
-              for b, context in [*((1, c) for c in CONTEXTS), *((b, 8192) for b in BATCHES)]]
-    return tuple(dict.fromkeys(shapes))
+              for b, context in MODEL_BATCHES for nodes in MODEL_NODES for tp in (1, 2, 4, 8)]
+    return tuple(s for s in shapes
+                 if attention_flops(*dataclasses.astuple(s)) <= MODEL_FLOPS)
 
 
 #: Shapes by name. ``spine``: the project's table of targets; ``context``, ``nodes`` and
-#: ``heads``: one of them swept; a model's name: its heads at tensor parallelism 1 to 8.
+#: ``heads``: one of them swept; a model's name: its heads at tensor parallelism 1 to 8; ``grid``:
+#: all of these.
 PRESETS: dict[str, tuple[Shape, ...]] = {
     "spine": (
         Shape(1, 8, 8, 16384), Shape(1, 8, 16, 16384), Shape(1, 8, 64, 16384),
@@ -76,6 +86,14 @@ PRESETS: dict[str, tuple[Shape, ...]] = {
     "small": (Shape(1, 8, 8, 256), Shape(1, 8, 1, 256), Shape(4, 8, 8, 256)),
     **{name: _model(heads) for name, heads in MODEL_HEADS.items()},
 }
+
+#: All of them, each shape once: what a card's run holds. What matters most comes first, as a run
+#: may be stopped; then the models, one pair of requests and context after another.
+PRESETS["grid"] = tuple(dict.fromkeys(
+    [s for name in ("spine", "nodes", "context", "heads", "small") for s in PRESETS[name]]
+    + sorted((s for name in MODEL_HEADS for s in PRESETS[name]),
+             key=lambda s: MODEL_BATCHES.index((s.batch_size, s.context)))))
+
 
 def chosen(shapes: Sequence[str] | None, presets: Sequence[str] | None) -> list[Shape]:
     """Shapes of a command line, each once: those written out, then those of presets; of

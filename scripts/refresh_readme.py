@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mla_kernels import engine_runs, figures_peers, figures_speed, measurements, predict
 from mla_kernels.bench import PRESETS
+from mla_kernels.workload import MODEL_HEADS
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +34,12 @@ def correctness(summary: dict) -> str:
             f"relative error {worst['out']:.1e} ({summary['date']}, commit {summary['commit']}).")
 
 
+def model_shapes() -> list[tuple[int, ...]]:
+    """Shapes of the models' presets, each once."""
+    return list(dict.fromkeys(dataclasses.astuple(s) for name in MODEL_HEADS
+                              for s in PRESETS[name]))
+
+
 def blocks() -> dict[str, str]:
     """What stands between each pair of marks."""
     everything = measurements.latest("H200", tree=None)
@@ -48,6 +55,7 @@ def blocks() -> dict[str, str]:
         "correctness": correctness(summary),
         "peers": measurements.markdown_peers(everything, shapes),
         "engine": f"{engine.markdown_table()}\n\n{engine}.",
+        "grid": measurements.grid_sentence(everything, model_shapes()),
         "modelled": f"{modelled}\n\n{errors}",
     }
 
@@ -65,6 +73,8 @@ def main() -> None:
             title="Speed-up of our CUDA kernel on an H200"),
         "beside_peers": figures_peers.beside_peers(
             everything, shapes, title="Other kernels' time over ours, H200"),
+        "against_the_best": figures_peers.against_the_best(
+            everything, title="Trees on an H200: the fastest other kernel's time over ours"),
     }
     (ROOT / "data/figures").mkdir(exist_ok=True)
     for name, figure in pictures.items():

@@ -17,7 +17,7 @@ from mla_kernels.attention import verify_attention
 from mla_kernels.bench import PRESETS, Shape, error_of, make_workload
 from mla_kernels.device import Ceiling
 from mla_kernels.peers import Provider, Unavailable
-from mla_kernels.workload import MODEL_HEADS, TREES
+from mla_kernels.workload import MODEL_BATCHES, MODEL_FLOPS, MODEL_HEADS, MODEL_NODES, TREES
 
 ROOT = Path(__file__).parent.parent
 ROW = 576 * 2
@@ -60,8 +60,17 @@ def test_presets():
         "8,8,16,16384 8,8,64,16384 16,8,32,8192 1,64,8,16384 1,12,8,16384 4,128,4,8192").split()]
     for name, heads in MODEL_HEADS.items():
         assert {s.num_heads for s in PRESETS[name]} == {heads // tp for tp in (1, 2, 4, 8)}
-        assert {s.context for s in PRESETS[name]} == {1024 * 2**i for i in range(8)}
-        assert {s.batch_size for s in PRESETS[name]} == {2**i for i in range(7)}
+        assert {(s.batch_size, s.context) for s in PRESETS[name]} == set(MODEL_BATCHES)
+        cross = {Shape(b, heads // tp, t, c) for b, c in MODEL_BATCHES for t in MODEL_NODES
+                 for tp in (1, 2, 4, 8)}
+        left_out = cross - set(PRESETS[name])
+        assert all(2 * 1088 * s.batch_size * s.num_heads * s.num_nodes
+                   * (s.context + s.num_nodes) > MODEL_FLOPS for s in left_out)
+        assert set(PRESETS[name]) < cross or not left_out
+        assert len(left_out) <= 2
+    assert set(PRESETS["grid"]) == {s for shapes in PRESETS.values() for s in shapes}
+    contexts, batches = ({pair[i] for pair in MODEL_BATCHES} for i in (1, 0))
+    assert {1024, 131072} <= contexts and {1, 64} <= batches
     for name, swept in (("context", "context"), ("nodes", "num_nodes"), ("heads", "num_heads")):
         fixed = {f.name for f in dataclasses.fields(Shape)} - {swept}
         values = {}
@@ -264,6 +273,7 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
         "missing": Provider(raising(Unavailable("not installed: pip install it"))),
         "broken": Provider(raising(IndexError("list index\nout of range"))),
         "large": Provider(raising(OutOfResources("shared memory, Required: 294912"))),
+        "full": Provider(raising(torch.OutOfMemoryError("tried to allocate 80 GiB"))),
         "wrong": Provider(wrong),
         "chain only": Provider(reference_call, trees=("chain",)),
         "reference": Provider(reference_call, trees=("3-ary", "chain")),
@@ -271,10 +281,11 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     ceiling = Ceiling("a GPU", "sm_00", 1, 1e9, 1e12, "here")
     frame = bench.measure([Shape(1, 2, 3, 20)], providers, ceiling=ceiling, **ORIGIN)
     rows = frame.set_index(["tree", "provider"])
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert rows["status"].to_dict() == {
         ("3-ary", "missing"): "unavailable", ("3-ary", "broken"): "failed",
-        ("3-ary", "large"): "unavailable", ("3-ary", "wrong"): "wrong",
+        ("3-ary", "large"): "unavailable", ("3-ary", "full"): "unavailable",
+        ("3-ary", "wrong"): "wrong",
         ("3-ary", "chain only"): "unavailable", ("3-ary", "reference"): "ok",
         ("chain", "chain only"): "ok", ("chain", "reference"): "ok"}
     notes = rows["note"].loc["3-ary"]
@@ -282,11 +293,12 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     assert notes["broken"] == "IndexError: list index out of range"
     assert notes["large"] == "OutOfResources: shared memory, Required: 294912"
     assert "no tree mask" in notes["chain only"]
-    assert rows["latency_us"].isna().sum() == 5
+    assert notes["full"] == "OutOfMemoryError: tried to allocate 80 GiB"
+    assert rows["latency_us"].isna().sum() == 6
     assert rows.loc[("3-ary", "wrong"), "error"] == pytest.approx(0.1, rel=0.1)
     there = rows.loc[("3-ary", "reference")]
     assert there["latency_us"] == 3 and 2 <= there["p10_us"] <= 3 <= there["p90_us"] <= 4
-    assert there["error"] < 3e-3 and there["regions"] == 2
+    assert there["error"] < 3e-3 and there["regions"] == 2 and there["replays"] == 3
     # By hand: 2 * 1 * 2 heads * 3 nodes * 23 rows * (576 + 512) flop in 3 us.
     assert there["tflops"] == pytest.approx(2 * 2 * 3 * 23 * 1088 / 3e-6 / 1e12)
     moved = (23 * 576 + 3 * 2 * 1088) * 2

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mla_kernels import figures_speed, measurements
-from mla_kernels.bench import PRESETS
+from mla_kernels.bench import DEFAULT, PRESETS, PROVIDERS
 from mla_kernels.check import LSE_TOLERANCE, OUT_TOLERANCE, ROW_TOLERANCE
 from mla_kernels.device import attention_bytes, attention_flops
 
@@ -52,7 +52,8 @@ def test_readme_is_the_data(readme_script):
     """Tables, correctness, the model's predictions and its errors."""
     text = (ROOT / "README.md").read_text()
     blocks = readme_script.blocks()
-    assert set(blocks) == {"measurements", "correctness", "peers", "engine", "modelled"}
+    assert set(blocks) == {"measurements", "correctness", "peers", "engine", "grid",
+                           "modelled"}
     for name, inside in blocks.items():
         assert f"<!-- {name}: begin -->\n{inside}\n<!-- {name}: end -->" in text, name
 
@@ -139,7 +140,8 @@ def test_recorded_peers_have_a_time_or_a_reason():
     spine = everything[[tuple(s) in set(SPINE) for s in everything[measurements.SHAPE].to_numpy()]]
     recorded = set(everything["provider"]) - {"cuda", "triton_split", "triton_serial"}
     assert recorded >= {"sglang_extend", "flashinfer_fa2", "flashinfer_fa3", "flashmla",
-                        "prefix_suffix", "sdpa", "sglang_verify", "sglang_decode"}
+                        "prefix_suffix_fa2", "prefix_suffix_fa3", "sdpa", "sglang_verify",
+                        "sglang_decode", "sglang_extend_sm12x", "flex_attention"}
     for provider in recorded:
         rows = spine[spine["provider"] == provider]
         timed = rows["status"] == "ok"
@@ -149,6 +151,41 @@ def test_recorded_peers_have_a_time_or_a_reason():
         assert set(rows.loc[timed, "tree"]) == {kind}, provider
         assert set(map(tuple, rows[measurements.SHAPE].to_numpy())) == set(SPINE), provider
     assert spine.loc[spine["status"] == "ok", "ceiling_percent"].notna().all()
+
+
+def test_the_recorded_run_is_the_whole_grid():
+    """Every shape of every preset, by every provider, on each kind of draft that it is for."""
+    everything = measurements.latest("H200", tree=None)
+    recorded = set(everything[measurements.KEY].itertuples(index=False, name=None))
+    for shape in map(dataclasses.astuple, PRESETS["grid"]):
+        for name in DEFAULT:
+            for tree in PROVIDERS[name].trees:
+                assert (*shape, tree, name) in recorded, (shape, tree, name)
+    assert everything.loc[everything["status"] == "ok", "error"].notna().all()
+
+
+def test_the_best_of_the_others(timed):
+    """By hand, from three kernels' times."""
+    rng = np.random.default_rng()
+    mine, theirs, wgmma = (float(x) for x in rng.uniform(10, 100, 3))
+    row = timed.iloc[0].to_dict() | {"tree": "3-ary", "status": "ok"}
+    shapes = [(1, 8, 8, 1024), (1, 8, 64, 1024)]
+    rows = [row | dict(zip(measurements.SHAPE, shape, strict=True))
+            | {"provider": who, "latency_us": us} for shape in shapes
+            for who, us in (("cuda", mine), ("prefix_suffix_fa2", theirs),
+                            ("prefix_suffix_fa3", wgmma), ("triton_split", 1.0))]
+    rows[-2] |= {"status": "failed", "latency_us": np.nan}  # fa3 on the second shape
+    rows.append(rows[0] | {"provider": "prefix_suffix_fa2", "tree": "chain", "latency_us": 1.0})
+    frame = pd.DataFrame(rows)
+    found = measurements.best_of_others(frame)
+    assert found[shapes[0]] == pytest.approx(min(theirs, wgmma) / mine)
+    assert found[shapes[1]] == pytest.approx(theirs / mine)
+    told = measurements.grid_sentence(frame, shapes)
+    first = sum(found[s] > 1 for s in shapes)
+    assert "2 shapes and 8 times by 4 providers; 1 rows say why" in told
+    assert f"Of the 2 shapes of the models' presets ours is the fastest for trees on {first};" \
+        in told
+    assert f"on {2 * (theirs > mine)} of 2 among kernels that do without wgmma" in told
 
 
 @pytest.mark.parametrize("provider", measurements.CHAINS_ONLY)

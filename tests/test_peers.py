@@ -265,14 +265,13 @@ def test_flashinfer_says_why_not(monkeypatch, some_work):
         peers.flashinfer("fa2")(work)
 
 
-@pytest.mark.parametrize("capability, backend", [((9, 0), "fa3"), ((12, 0), "fa2")])
-def test_prefix_and_suffix(monkeypatch, device, capability, backend, some_work):
-    device.capability = capability
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_prefix_and_suffix(monkeypatch, backend, some_work):
     install(monkeypatch, flashinfer__mla=FLASHINFER)
     sglang(monkeypatch, extend_attention={"extend_attention_fwd": extend_attention_fwd},
            merge_state={"merge_state_triton": merge_state_triton})
     work = some_work("3-ary")
-    assert all_regions(work, peers.prefix_suffix(work)) < RIGHT
+    assert all_regions(work, PEERS[f"prefix_suffix_{backend}"].prepare(work)) < RIGHT
     assert Wrapper.planned[-1] == backend
     assert not work.lse.isnan().any()
 
@@ -313,6 +312,29 @@ def test_flex_attention(monkeypatch, some_work):
     assert all_regions(work, peers.flex_attention(work)) < 2 * RIGHT
 
 
+def test_flex_attention_takes_the_first_blocks_that_fit(monkeypatch, some_work):
+    work, asked = some_work("3-ary"), []
+
+    def attend(q, k, v, *, block_mask, scale, kernel_options):
+        asked.append(kernel_options)
+        if len(asked) <= refused:
+            raise RuntimeError("out of resource: shared memory\n Required: 294912")
+        mask = block_mask.mask_mod
+        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        seen = mask(0, 0, rows, columns)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+
+    monkeypatch.setattr(peers, "compiled_flex", lambda: attend)
+    refused = 2
+    assert all_regions(work, peers.flex_attention(work)) < 2 * RIGHT
+    assert [dict(o) for o in peers.FLEX_OPTIONS[:3]] == asked[:3] and asked[0] == {}
+    assert all(o == asked[2] for o in asked[3:])
+    asked.clear()
+    refused = len(peers.FLEX_OPTIONS)
+    with pytest.raises(Unavailable, match="none of 5 .* out of resource: shared memory Required"):
+        peers.flex_attention(work)
+
+
 @pytest.mark.parametrize("name", sorted(PEERS.keys() - {"sdpa", "flex_attention"}))
 def test_what_is_not_installed_says_so(monkeypatch, name, some_work):
     for package in PEERS[name].package:
@@ -325,6 +347,6 @@ def test_what_is_not_installed_says_so(monkeypatch, name, some_work):
 
 def test_trees_only_for_those_with_a_mask():
     masked = {n for n, p in PEERS.items() if "3-ary" in p.trees}
-    assert masked == {"sglang_extend", "sglang_extend_sm12x", "prefix_suffix", "sdpa",
-                      "flex_attention"}
+    assert masked == {"sglang_extend", "sglang_extend_sm12x", "prefix_suffix_fa2",
+                      "prefix_suffix_fa3", "sdpa", "flex_attention"}
     assert all(p.trees == ("chain",) for n, p in PEERS.items() if n not in masked)
