@@ -3,7 +3,7 @@
 The rooms, each importing only from those before it: ``layout``, ``tree``, ``batch``,
 ``marshal``, ``checked``, ``reference``, ``synthetic``, ``device``, ``records``, ``graphs``,
 ``build``, ``source``, ``schedule``, ``cuda``, ``emulated``, ``triton``, ``attention``, ``check``,
-``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``traffic``,
+``model``, ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``traffic``,
 ``measurements``, ``peers``, ``bench``, ``autotune``, ``predict``, ``figures``, ``figures_speed``,
 ``figures_limits``, ``figures_peers``, ``figures_predict``, ``figures_traffic``,
 ``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``, ``labs``.
