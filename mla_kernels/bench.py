@@ -186,7 +186,8 @@ def _record(work: Workload, provider: Provider, seconds: float, ceiling: Ceiling
     latency = float(np.median(times))
     flops, moved = attention_flops(*counts), attention_bytes(*counts)
     record |= {
-        "status": "ok", "replays": len(times), "latency_us": latency,
+        "status": "ok", "note": getattr(call, "note", None), "replays": len(times),
+        "latency_us": latency,
         "p10_us": float(np.quantile(times, 0.1)), "p90_us": float(np.quantile(times, 0.9)),
         "tflops": flops / latency / 1e6, "gbps": moved / latency / 1e3,
     }
@@ -226,11 +227,12 @@ def measure(shapes: Sequence[Shape], providers: dict[str, Provider], *, seconds:
     Returns:
         One row each: the shape, ``tree``, ``provider``, its ``version``, ``status`` (``ok``,
         ``unavailable``, ``failed``, ``wrong``) and, where that is not ``ok``, the reason in
-        ``note``; ``latency_us`` (median) with ``p10_us`` and ``p90_us``, ``error`` (relative,
-        against the oracle), ``tflops`` and ``gbps`` (counted by :mod:`mla_kernels.device`),
-        ``regions``, ``replays`` (how many were timed), the ceilings and ``ceiling_percent`` (the
-        time that they allow over the time taken), and where it comes from. A provider without a
-        tree mask has a row that says so on trees, and its times on chains.
+        ``note`` (else what the provider had to choose); ``latency_us`` (median) with ``p10_us``
+        and ``p90_us``, ``error`` (relative, against the oracle), ``tflops`` and ``gbps`` (counted
+        by :mod:`mla_kernels.device`), ``regions``, ``replays`` (how many were timed), the ceilings
+        and ``ceiling_percent`` (the time that they allow over the time taken), and where it comes
+        from. A provider without a tree mask has a row that says so on trees, and its times on
+        chains.
 
     Raises:
         ContextLost: an illegal access or the like in a provider's kernel. Its row is saved.

@@ -78,6 +78,9 @@ TREE_RIVALS = ("sglang_extend", "sglang_extend_sm12x", "prefix_suffix_fa2", "pre
 #: Those that need wgmma, which sm_120 does not have.
 WGMMA = ("flashinfer_fa3", "flashmla", "prefix_suffix_fa3")
 
+#: The rivals that sm_120 can run.
+MMA_RIVALS = tuple(name for name in TREE_RIVALS if name not in WGMMA)
+
 #: Times of the kernel's versions on one H200, of single short runs; notes/kernel_versions.md tells
 #: their story. ``kept``: later versions were built on it.
 VERSIONS = FOLDER.parent / "kernel_versions.csv"
@@ -244,16 +247,15 @@ def grid_sentence(frame: pd.DataFrame, shapes: Sequence[Sequence[int]]) -> str:
     Args:
         frame: a run with all kinds of tree.
     """
-    mma = [r for r in TREE_RIVALS if r not in WGMMA]
     ratios = [best_of_others(frame, r).reindex([tuple(s) for s in shapes]).dropna()
-              for r in (TREE_RIVALS, mma)]
+              for r in (TREE_RIVALS, MMA_RIVALS)]
     first, alone = ((r > 1).sum() for r in ratios)
     timed = (frame["status"] == "ok").sum()
     return (f"The run has {len(frame.groupby(SHAPE)):,} shapes and {timed:,} times by "
             f"{frame['provider'].nunique()} providers; {len(frame) - timed:,} rows say why there "
-            f"is none. Of the {len(ratios[0])} shapes of the models' presets ours is the fastest "
-            f"for trees on {first}; on {alone} of {len(ratios[1])} among kernels that do without "
-            f"wgmma.")
+            f"is none. Of the {len(ratios[0])} shapes of the models' presets our CUDA kernel is "
+            f"the fastest for trees on {first}; without FA3, which sm_120 cannot run, on {alone} "
+            f"of {len(ratios[1])}.")
 
 
 def sweep(frame: pd.DataFrame, along: str, provider: str, *, tree: str = "3-ary",

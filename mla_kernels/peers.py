@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -20,7 +21,7 @@ import torch
 from .workload import Shape, Workload, make_workload
 
 #: Runs one region's call. The result is in the workload's ``out`` (and ``lse``), or is returned
-#: where a kernel allocates it itself.
+#: where a kernel allocates it itself. An attribute ``note``, if there is one, is recorded.
 Call = Callable[[int], "torch.Tensor | None"]
 
 Prepare = Callable[[Workload], Call]
@@ -393,6 +394,13 @@ FLEX_OPTIONS = tuple({**blocks, **({"num_stages": 1, "num_warps": 8} if blocks e
     {"BLOCK_M": 16, "BLOCK_N": 16, "FORCE_USE_FLEX_ATTENTION": True}))
 
 
+def _shared_memory(error: str) -> str:
+    """What a compiler's error says of its reason, without the advice around it."""
+    text = " ".join(error.split())
+    found = re.search(r"out of resource.*?Hardware limit: ?\d+", text)
+    return found[0] if found else text[:200]
+
+
 def flex_attention(work: Workload) -> Call:
     """FlexAttention with the tree as a mask function, gathering like :func:`sdpa`."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -420,10 +428,10 @@ def flex_attention(work: Workload) -> Call:
         try:
             call(0)
         except Exception as error:
-            reasons.append(" ".join(str(error).split())[-200:])
-            print(f"FlexAttention, {shape}, {options}: {reasons[-1]}", file=sys.stderr)
+            reasons.append(_shared_memory(str(error)))
         else:
-            print(f"FlexAttention, {shape}, {options}: runs", file=sys.stderr)
+            call.note = "blocks: " + (", ".join(f"{k} {v}" for k, v in options.items())
+                                      or "its own choice")
             return call
     raise Unavailable(f"none of {len(reasons)} choices of blocks ran; its own: {reasons[0]}")
 

@@ -299,6 +299,7 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     there = rows.loc[("3-ary", "reference")]
     assert there["latency_us"] == 3 and 2 <= there["p10_us"] <= 3 <= there["p90_us"] <= 4
     assert there["error"] < 3e-3 and there["regions"] == 2 and there["replays"] == 3
+    assert pd.isna(there["note"])
     # By hand: 2 * 1 * 2 heads * 3 nodes * 23 rows * (576 + 512) flop in 3 us.
     assert there["tflops"] == pytest.approx(2 * 2 * 3 * 23 * 1088 / 3e-6 / 1e12)
     moved = (23 * 576 + 3 * 2 * 1088) * 2
@@ -309,6 +310,18 @@ def test_measuring_records_what_became_of_each(cpu, capsys):
     measurements.validate(frame)
     told = capsys.readouterr().err
     assert "missing unavailable: not installed" in told and "in prepare" in told
+
+
+def test_what_a_provider_chose_is_recorded(cpu):
+    def prepare(work):
+        call = reference_call(work)
+        call.note = "blocks: its own choice"
+        return call
+
+    frame = bench.measure([Shape(1, 2, 3, 20)], {"reference": Provider(prepare)}, **ORIGIN)
+    assert frame["status"].tolist() == ["ok"] and frame["note"].tolist() == [
+        "blocks: its own choice"]
+    measurements.validate(frame)
 
 
 def test_a_run_goes_on_where_it_stopped(cpu, tmp_path):

@@ -318,7 +318,9 @@ def test_flex_attention_takes_the_first_blocks_that_fit(monkeypatch, some_work):
     def attend(q, k, v, *, block_mask, scale, kernel_options):
         asked.append(kernel_options)
         if len(asked) <= refused:
-            raise RuntimeError("out of resource: shared memory\n Required: 294912")
+            raise RuntimeError("LoweringException: No valid triton configs. out of resource: "
+                               "triton_tem_0\n Required: 294912 Hardware limit:232448 Reducing "
+                               "block sizes may help.")
         mask = block_mask.mask_mod
         rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
         seen = mask(0, 0, rows, columns)
@@ -330,8 +332,15 @@ def test_flex_attention_takes_the_first_blocks_that_fit(monkeypatch, some_work):
     assert [dict(o) for o in peers.FLEX_OPTIONS[:3]] == asked[:3] and asked[0] == {}
     assert all(o == asked[2] for o in asked[3:])
     asked.clear()
+    refused = 0
+    assert peers.flex_attention(work).note == "blocks: its own choice"
+    asked.clear()
+    refused = 1
+    assert peers.flex_attention(work).note == "blocks: BLOCK_N 32, num_stages 1, num_warps 8"
+    asked.clear()
     refused = len(peers.FLEX_OPTIONS)
-    with pytest.raises(Unavailable, match="none of 5 .* out of resource: shared memory Required"):
+    with pytest.raises(Unavailable, match="its own: out of resource: triton_tem_0 Required: 294912 "
+                                          "Hardware limit:232448$"):
         peers.flex_attention(work)
 
 
