@@ -82,9 +82,9 @@ class EngineRecord:
 
     def markdown_table(self) -> str:
         """:meth:`table`, and whether the tokens are the same, for the README."""
-        same = {(mode, row["context"]): "the same" if row["same_tokens"] else "a near-tie"
-                if "same two likeliest" in _difference(row) else "other" for mode, pair in
-                PAIRS.items() for row in self.rows(*pair)}
+        same = {(mode, row["context"]): "the same" if row["same_tokens"] else
+                "a near-tie" if _near_tie(row) else "others"
+                for mode, pair in PAIRS.items() for row in self.rows(*pair)}
         lines = ["| | context | SGLang, ms a step | ours, ms a step | speed-up | SGLang, us a "
                  "layer's verify | ours, us a layer's verify | greedy tokens |",
                  "|---|---:|---:|---:|---:|---:|---:|---|"]
@@ -110,19 +110,39 @@ class EngineRecord:
 
     def __str__(self) -> str:
         o = self.origin
+        commits = dict.fromkeys(run.get("commit", o.get("commit")) for run in self.runs.values())
         return (f"SGLang {o.get('sglang')} on {o.get('gpu')}, {o.get('date')}, driver "
-                f"{o.get('driver')}, torch {o.get('torch')}, commit {o.get('commit')}: "
+                f"{o.get('driver')}, torch {o.get('torch')}, commit "
+                f"{' and '.join(map(str, commits))}: "
                 f"{sum(bool(r.get('whole')) for r in self.runs.values())} of {len(self.runs)} "
                 "engine runs are whole")
 
 
-def _difference(row: dict[str, Any]) -> str:
-    text = f"the first difference is token {row['first_difference']}"
+#: Log-probabilities apart by less than this may change places by the rounding of 16 bits.
+NEAR = 0.05
+
+
+def _candidates(row: dict[str, Any]) -> tuple[bool, list[float]] | None:
+    """Where two texts part: whether both engines have the same two likeliest tokens, and how far
+    those are apart in each."""
     tops = row.get("top2_there")
     if not tops or len(tops) != 2:
+        return None
+    return ({t for t, _ in tops[0]} == {t for t, _ in tops[1]},
+            [abs(pair[0][1] - pair[1][1]) for pair in tops])
+
+
+def _near_tie(row: dict[str, Any]) -> bool:
+    found = _candidates(row)
+    return found is not None and found[0] and max(found[1]) < NEAR
+
+
+def _difference(row: dict[str, Any]) -> str:
+    text = f"the first difference is token {row['first_difference']}"
+    found = _candidates(row)
+    if found is None:
         return text
-    gaps = [abs(pair[0][1] - pair[1][1]) for pair in tops]
-    same = {t for t, _ in tops[0]} == {t for t, _ in tops[1]}
+    same, gaps = found
     return text + (", where both have the same two likeliest tokens, apart by {:.3f} and {:.3f} in "
                    "log-probability".format(*gaps) if same else
                    ", where the likeliest tokens differ")

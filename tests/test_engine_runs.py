@@ -119,3 +119,15 @@ def test_pictures(rng):
     one, other = PAIRS["CUDA graphs"]
     assert [line.get_ydata().tolist() for line in time.axes[0].lines] == [
         [record.attention_us(name, c) for c in CONTEXTS] for name in (other, one)]
+
+
+@pytest.mark.parametrize(("gap", "word"), [(0.01, "a near-tie"), (0.3, "others"),
+                                           (None, "the same")])
+def test_the_readme_tells_near_ties_from_differences(gap, word, rng):
+    record = made_up(rng)
+    row = record.rows(*PAIRS["eager"])[1]
+    if gap is not None:
+        row |= {"same_tokens": False, "first_difference": 5,
+                "top2_there": [[[3, -0.7], [4, -0.7 - gap]], [[4, -0.7], [3, -0.7 - gap]]]}
+    (line,) = [line for line in record.markdown_table().splitlines() if "eager | 16,384" in line]
+    assert line.endswith(f"| {word} |")

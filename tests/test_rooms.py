@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 
 import mla_kernels
-from mla_kernels import evidence, labs, sglang
+from mla_kernels import evidence, labs, model, sglang
 
 FOLDER = Path(mla_kernels.__file__).parent
 ROOMS = re.findall(r"``(\w+)``", mla_kernels.__doc__)
 #: A room may be a folder; the sentence of its docstring that starts with "The files" orders it.
 FILES = {room.__name__.rpartition(".")[2]: re.findall(
     r"``(\w+)``", room.__doc__[room.__doc__.index("The files"):])
-    for room in (evidence, labs, sglang)}
+    for room in (evidence, labs, model, sglang)}
 
 
 def imports_of(path, level=1):

@@ -149,7 +149,7 @@ def load(folder: Path = FOLDER, *, dtype: torch.dtype = torch.float32,
     config = ModelConfig(**json.loads((folder / "training.json").read_text())["config"])
     model = MLATransformer(config)
     model.load_state_dict(load_file(path))
-    return model.to(device=device, dtype=dtype).eval()
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
 def held_out_text(folder: Path = FOLDER) -> bytes:
