@@ -654,12 +654,13 @@ def heap(steps: Sequence[HeapStep]) -> Figure:
 @_styled
 def acceptance_curves(
     nodes: Sequence[int], lengths: Mapping[str, Sequence[float]], *, limit: float | None = None,
-    note: str = "",
+    note: str = "", ylabel: str = "expected tokens a step",
 ) -> Figure:
-    """Expected acceptance length against the number of nodes, a line for each family.
+    """Acceptance length against the number of nodes, a line for each family.
 
     Args:
         limit: a length that no tree can exceed, drawn as a line.
+        ylabel: says whether the lengths are expected or measured.
     """
     figure, ax = _new_figure(3.6)
     # The first line lies on top where lines coincide.
@@ -675,7 +676,7 @@ def acceptance_curves(
         ax.annotate(f"block of {limit:g}: no step yields more", (nodes[0], limit), xytext=(8, 4),
                     textcoords="offset points", fontsize=9, color=COLOR["muted"])
         top = max(top, limit)
-    ax.set(xlabel="nodes in the tree, the root included", ylabel="expected tokens a step",
+    ax.set(xlabel="nodes in the tree, the root included", ylabel=ylabel,
            xlim=(nodes[0], nodes[-1]), ylim=(0.8, top * 1.08))
     _grid(ax)
     if note:

@@ -22,6 +22,10 @@ from .transformer import MLATransformer
 #: after the root. ``tokens`` are vocabulary ids, the root's is not looked at.
 Drafter = Callable[[np.ndarray], DraftTree]
 
+#: Is shown each attention call: the layer, its queries ``[n, H, row_dim]`` in the rows' order, its
+#: pool, the batch, and the result ``[n, H, kv_lora_rank]``.
+Watch = Callable[[int, torch.Tensor, torch.Tensor, VerifyBatch, torch.Tensor], None]
+
 #: Chooses the next token of each request from logits ``[n, vocabulary]``: of one request's nodes
 #: one after the other, as they are visited.
 Chooser = Callable[[int, torch.Tensor], int]
@@ -126,11 +130,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, cache: PagedCache, requests: Sequence[int], trees: Sequence[DraftTree],
-                tokens: Sequence[np.ndarray]) -> list[torch.Tensor]:
+                tokens: Sequence[np.ndarray], *,
+                watch: Watch | None = None) -> list[torch.Tensor]:
         """Runs the model on the trees' nodes, whose rows go to the slots after each prefix.
 
         Args:
             tokens: for each request the token of each node, the root's too.
+            watch: is called in each layer.
 
         Returns:
             For each request the nodes' hidden states ``[nodes, hidden_size]``.
@@ -148,8 +154,11 @@ class Decoder:
             pool = cache.pools[layer]
             pool[where] = self.layout.concat(latent, rope).to(pool.dtype)
             q = self.layout.concat(q_latent, q_rope)
-            return verify_attention(q, pool, batch, sm_scale=self.model.config.sm_scale,
-                                    layout=self.read_as, backend=self.backend)[0]
+            out, _ = verify_attention(q, pool, batch, sm_scale=self.model.config.sm_scale,
+                                      layout=self.read_as, backend=self.backend)
+            if watch:
+                watch(layer, q, pool, batch, out)
+            return out
 
         hidden = self.model.step(torch.from_numpy(np.concatenate(tokens)).to(self.device),
                                  torch.from_numpy(positions).to(self.device), attend)

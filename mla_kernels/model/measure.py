@@ -15,8 +15,9 @@ import torch
 from .. import records
 from ..device import provenance
 from ..synthetic import family_tree
-from ..tree import DraftTree
+from ..tree import DraftTree, chain
 from . import text, train
+from .cache import PagedCache
 from .decode import Decoder, Drafter, Generation, walk
 
 #: Families, and the children of a node (for EAGLE, ``topk``).
@@ -67,6 +68,44 @@ def acceptance_length(plain: Sequence[Generation], draft: Drafter) -> float:
             tokens += len(chosen)
             steps += 1
     return tokens / steps
+
+
+def captured(decoder: Decoder, prompt: Sequence[int], layer: int = 0) -> dict[str, Any]:
+    """One attention call of decoding, as :func:`mla_kernels.evidence.compare` takes it: that of
+    the prompt's last token."""
+    cache = PagedCache(decoder.layout, len(decoder.model.layers), 1 + len(prompt) // 16, 16)
+    request, found = cache.open(), {}
+
+    def watch(at: int, q, pool, batch, out) -> None:
+        if at == layer:
+            slots = torch.from_numpy(cache.slots(request, 0, len(prompt)))
+            found.update(q=q, rows=pool[slots], out=out)
+
+    ids = np.array(prompt, dtype=np.int64)
+    decoder.forward(cache, [request], [chain(len(ids) - 1)], [ids[:-1]])
+    cache.accept(request, range(len(ids) - 1))
+    decoder.forward(cache, [request], [chain(1)], [ids[-1:]], watch=watch)
+    return found
+
+
+class EnginePool:
+    """A decoder's cache with the methods of SGLang's pool, as
+    :func:`mla_kernels.evidence.evidence_for` asks it."""
+
+    def __init__(self, decoder: Decoder, slots: int = 64) -> None:
+        self.decoder = decoder
+        self.kv_lora_rank = decoder.layout.kv_lora_rank
+        self.qk_rope_head_dim = decoder.layout.qk_rope_head_dim
+        self.dtype = decoder.dtype
+        pools = PagedCache(decoder.layout, len(decoder.model.layers), slots // 16, 16,
+                           dtype=self.dtype).pools
+        self.kv_buffer = [torch.zeros_like(pool)[:, None] for pool in pools]
+
+    def set_mla_kv_buffer(self, layer, loc, cache_k_nope, cache_k_rope) -> None:
+        self.kv_buffer[0][loc] = self.decoder.layout.concat(cache_k_nope, cache_k_rope)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.decoder.read_as.latent(self.kv_buffer[layer_id])
 
 
 def measure(folder: Path = train.FOLDER, *, prompts: int = 64, nodes: Sequence[int] = NODES,
