@@ -6,7 +6,8 @@ The rooms, each importing only from those before it: ``layout``, ``tree``, ``bat
 ``model``, ``engine_runs``, ``evidence``, ``doctor``, ``ceilings``, ``workload``, ``traffic``,
 ``measurements``, ``peers``, ``bench``, ``autotune``, ``predict``, ``figures``, ``figures_speed``,
 ``figures_limits``, ``figures_peers``, ``figures_predict``, ``figures_traffic``,
-``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``widgets``, ``sglang``, ``labs``.
+``figures_evidence``, ``figures_graphs``, ``figures_sglang``, ``figures_model``, ``widgets``,
+``sglang``, ``labs``.
 """
 
 import importlib

@@ -9,8 +9,9 @@ import json
 import re
 from pathlib import Path
 
-from mla_kernels import engine_runs, figures_peers, figures_speed, measurements, predict
+from mla_kernels import engine_runs, figures_model, figures_peers, figures_speed, measurements, predict
 from mla_kernels.bench import PRESETS
+from mla_kernels.model import measure
 from mla_kernels.workload import MODEL_HEADS
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,17 @@ def model_shapes() -> list[tuple[int, ...]]:
                               for s in PRESETS[name]))
 
 
+def model_sentence(record: dict) -> str:
+    """What the small model measures, right and wrong."""
+    ways = record["orders"]["latent_first"]
+    right, wrong = ways["right"], ways["wrong"]
+    return (f"Measured on {record['texts']} held-out texts: read in the right order "
+            f"{right['bits_per_byte']:.2f} bits a byte and {right['acceptance_length']:.2f} tokens "
+            f"a step (DDTree, {record['wrong_nodes']} nodes), in the wrong order "
+            f"{wrong['bits_per_byte']:.2f} and {wrong['acceptance_length']:.2f}, without an error "
+            f"or a NaN ({record['date']}, commit {record['commit']}).")
+
+
 def blocks() -> dict[str, str]:
     """What stands between each pair of marks."""
     everything = measurements.latest("H200", tree=None)
@@ -54,6 +66,7 @@ def blocks() -> dict[str, str]:
         "measurements": f"{table}\n\n{measurements.origin(run)}.",
         "correctness": correctness(summary),
         "peers": measurements.markdown_peers(everything, shapes),
+        "model": model_sentence(measure.load()),
         "engine": f"{engine.markdown_table()}\n\n{engine}.",
         "grid": measurements.grid_sentence(everything, model_shapes()),
         "modelled": f"{modelled}\n\n{errors}",
@@ -75,6 +88,8 @@ def main() -> None:
             everything, shapes, title="Other kernels' time over ours, H200"),
         "against_the_best": figures_peers.against_the_best(
             everything, title="Trees on an H200: the fastest other kernel's time over ours"),
+        "acceptance": figures_model.acceptance(
+            measure.load(), title="Tokens a verify step of the small model, held-out text"),
     }
     (ROOT / "data/figures").mkdir(exist_ok=True)
     for name, figure in pictures.items():

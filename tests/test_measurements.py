@@ -53,7 +53,7 @@ def test_readme_is_the_data(readme_script):
     text = (ROOT / "README.md").read_text()
     blocks = readme_script.blocks()
     assert set(blocks) == {"measurements", "correctness", "peers", "engine", "grid",
-                           "modelled"}
+                           "modelled", "model"}
     for name, inside in blocks.items():
         assert f"<!-- {name}: begin -->\n{inside}\n<!-- {name}: end -->" in text, name
 

@@ -208,7 +208,7 @@ def lab(folder: str | Path = ".") -> Explorer:
         decay=ipywidgets.FloatSlider(value=0.96, min=0.5, max=1.0, step=0.01,
                                      description="decay by depth"),
         file=ipywidgets.Text("", description="marginals from a file", layout=wide,
-                             placeholder="name.npy; empty: the sliders above"),
+                             placeholder="../data/tiny_mla/marginals.npz; empty: the sliders"),
         step=ipywidgets.BoundedIntText(0, 0, 1_000_000, description="draft in the file"),
         context=ipywidgets.SelectionSlider(
             options=[0, 16, 256, 4096, 16384, 65536, 131072], value=16384, description="context"),
