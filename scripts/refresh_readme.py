@@ -9,7 +9,14 @@ import json
 import re
 from pathlib import Path
 
-from mla_kernels import engine_runs, figures_model, figures_peers, figures_speed, measurements, predict
+from mla_kernels import (
+    engine_runs,
+    figures_model,
+    figures_peers,
+    figures_speed,
+    measurements,
+    predict,
+)
 from mla_kernels.bench import PRESETS
 from mla_kernels.model import measure
 from mla_kernels.workload import MODEL_HEADS

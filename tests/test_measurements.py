@@ -309,8 +309,9 @@ def test_an_empty_cell_is_not_a_measurement(run):
 def test_the_ladder_has_what_the_notes_have():
     versions = measurements.versions()
     notes = (measurements.FOLDER.parents[1] / "notes" / "kernel_versions.md").read_text()
+    table = notes[notes.index("| version |"):].split("\n\n")[0]
     told = {int(line[2]): [float(x) for x in line.strip("| \n").split(" | ")[1:]]
-            for line in notes.splitlines() if line[:2] == "| " and line[2].isdigit()}
+            for line in table.splitlines() if line[2].isdigit()}
     assert told == {v: list(rows["latency_us"]) for v, rows in versions.groupby("version")}
     last = versions[versions["version"] == versions["version"].max()]
     recorded = measurements.of_tree(pd.concat(map(measurements.load, measurements.files())))
