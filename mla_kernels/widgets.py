@@ -6,15 +6,22 @@ reader without a kernel sees it, and once by :func:`explore`, with controls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ipywidgets
-from IPython.display import display
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import clear_output, display
 from matplotlib.figure import Figure
 
 #: Pixels that a figure of one inch height takes up at most in a notebook's column.
 _PIXELS_PER_INCH = 120
+
+#: Held by a callback while it draws or measures. ipykernel 7 may run the callbacks of two
+#: controls at once, in two threads: Matplotlib's settings are not made for that, and a picture
+#: drawn beside a benchmark would be in its figures.
+one_at_a_time = threading.RLock()
 
 
 class Explorer(ipywidgets.VBox):
@@ -53,24 +60,46 @@ def explore(
         control.style.description_width = "initial"
     errors = ipywidgets.Output(layout=ipywidgets.Layout(min_height="1.8em"))
 
-    failures: list[Exception] = []
+    picture = ipywidgets.Output()
+    drawn: dict[str, Any] | None = None
 
-    def redraw(**values: Any) -> None:
-        try:
-            figure = draw(**values)
-        except Exception as error:
-            failures.append(error)
-            _say(errors, f"{type(error).__name__}: {error}\n")
-        else:
-            _say(errors, "")
-            display(*figure if isinstance(figure, tuple) else (figure,))
+    def redraw(_: object = None) -> None:
+        # The values as they are when it is this callback's turn, not when it was called.
+        nonlocal drawn
+        with one_at_a_time:
+            values = {name: control.value for name, control in controls.items()}
+            if values == drawn:
+                return
+            first, drawn = drawn is None, values
+            try:
+                figure = draw(**values)
+            except Exception as error:
+                if first:
+                    raise
+                _say(errors, f"{type(error).__name__}: {error}\n")
+            else:
+                _say(errors, "")
+                show(picture, *figure if isinstance(figure, tuple) else (figure,))
 
-    picture = ipywidgets.interactive_output(redraw, controls)  # draws once
-    if failures:
-        raise failures[0]
+    redraw()
+    for control in controls.values():
+        control.observe(redraw, "value")
     picture.layout.height = f"{height * _PIXELS_PER_INCH + 16:.0f}px"
     picture.layout.overflow = "hidden auto"
     return Explorer(controls, picture, errors)
+
+
+def show(output: ipywidgets.Output, *things: Any) -> None:
+    """Replaces what ``output`` shows by ``things``, one below the other.
+
+    ``with output: display(...)`` would do so by having the page divert what a message causes.
+    When two messages are handled at once the page then misses the end of one of them, and the
+    control that had sent it stays silent from there on.
+    """
+    formatter = InteractiveShell.instance().display_formatter
+    output.outputs = tuple(
+        {"output_type": "display_data", "data": data, "metadata": metadata}
+        for data, metadata in map(formatter.format, things))
 
 
 def _say(output: ipywidgets.Output, text: str) -> None:
@@ -113,9 +142,11 @@ def action(label: str, run: Callable[[], Any], *, unavailable: str = "") -> ipyw
     output = ipywidgets.Output()
 
     def press(_: Any) -> None:
+        if button.disabled:  # pressed again before the page had heard that it runs
+            return
         button.disabled = True
-        output.clear_output()
-        with output:
+        with one_at_a_time, output:
+            clear_output()
             try:
                 result = run()
                 if result is not None:

@@ -1,6 +1,8 @@
 """Do the pictures show what they are given, and do the controls around them redraw?"""
 
 import math
+import threading
+import time
 
 import ipywidgets
 import matplotlib
@@ -205,7 +207,7 @@ def test_end_labels_do_not_overlap():
 def shown(monkeypatch):
     """What the explorers display, since no frontend is there to take it."""
     figures_shown = []
-    monkeypatch.setattr(widgets, "display", figures_shown.append)
+    monkeypatch.setattr(widgets, "show", lambda output, *things: figures_shown.extend(things))
     return figures_shown
 
 
@@ -241,6 +243,43 @@ def test_error_is_one_visible_line_and_goes_away(shown):
     assert len(shown) == 1  # the last picture stays
     explorer.controls["nodes"].value = 4
     assert explorer.errors.outputs == () and len(shown) == 2
+
+
+def test_two_controls_in_two_threads_draw_one_at_a_time_and_the_last_values_stay(shown):
+    """ipykernel 7 runs the callbacks of two controls at once."""
+    drawing, most = [], []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def draw(a, b):
+        drawing.append((a, b))
+        most.append(len(drawing))
+        if (a, b) == (1, 0):
+            begun.set()
+            assert go_on.wait(30)
+        drawing.pop()
+        return f"{a}, {b}"
+
+    explorer = widgets.explore(draw, height=1, a=ipywidgets.IntSlider(0), b=ipywidgets.IntSlider(0))
+
+    threads = []
+
+    def change(name, value):
+        control = explorer.controls[name]
+        threads.append(threading.Thread(target=setattr, args=(control, "value", value)))
+        threads[-1].start()
+        while control.value != value:
+            time.sleep(0.01)
+
+    change("a", 1)
+    assert begun.wait(30)
+    change("b", 2)
+    change("b", 3)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert shown[:2] == ["0, 0", "1, 0"] and shown[-1] == "1, 3"
+    assert len(shown) == 3                     # what changed meanwhile is drawn once
+    assert max(most) == 1
 
 
 def test_error_for_the_starting_values_fails_the_cell(shown):

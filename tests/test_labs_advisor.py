@@ -194,7 +194,7 @@ def test_export_of_a_chain():
 
 def test_lab_redraws_and_says_what_it_cannot(monkeypatch):
     last = []
-    monkeypatch.setattr(widgets, "display", lambda *things: last.__setitem__(slice(None), things))
+    monkeypatch.setattr(widgets, "show", lambda _, *things: last.__setitem__(slice(None), things))
     lab = advisor.lab()
     assert last[1].data == advisor.still().data
     lab.controls["num_heads"].value = 128

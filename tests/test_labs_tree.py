@@ -149,9 +149,9 @@ def test_work_of_a_redraw_does_not_grow_with_nodes(family):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What the lab displayed last: outside a notebook an Output widget catches nothing."""
+    """What the lab showed last, before it became text and PNG."""
     last = []
-    monkeypatch.setattr(widgets, "display", lambda *things: last.__setitem__(slice(None), things))
+    monkeypatch.setattr(widgets, "show", lambda _, *things: last.__setitem__(slice(None), things))
     return last
 
 

@@ -17,7 +17,7 @@ import ipywidgets
 import numpy as np
 import pandas as pd
 import torch
-from IPython.display import HTML, Image, display
+from IPython.display import HTML, Image, clear_output
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
@@ -27,6 +27,7 @@ from ..build import KernelReport
 from ..device import MAX_REGISTERS, SM120_SMEM_PER_BLOCK, local_gpu
 from ..figures import smem_budget
 from ..layout import KVLayout
+from ..widgets import explore, one_at_a_time, show
 from ..workload import Shape, make_workload
 from . import figures
 
@@ -295,10 +296,7 @@ class KernelLab(ipywidgets.VBox):
         self.results: dict[str, dict[str, object]] = {}
         self.said = ipywidgets.Output(layout={"min_height": "5em"})
         self.table = ipywidgets.Output(layout={"height": "560px", "overflow": "auto"})
-        box = ipywidgets.Box(list(self.controls.values()),
-                             layout={"flex_flow": "row wrap", "grid_gap": "4px 24px"})
-        budget = ipywidgets.interactive_output(self._budget, self.controls)
-        budget.layout.height, budget.layout.overflow = "400px", "hidden auto"
+        budget = explore(self._budget, height=3.2, **self.controls)
         self.buttons = {name: ipywidgets.Button(description=name) for name in
                         ("Build", "Check", "Time")}
         for name, act in (("Build", self._build), ("Check", self._check), ("Time", self._time)):
@@ -311,24 +309,24 @@ class KernelLab(ipywidgets.VBox):
             self.buttons["Time"].disabled = True
             why.append("Time: no GPU here.")
         self.note = ipywidgets.HTML(" ".join(why))
-        super().__init__([box, budget, ipywidgets.HBox([*self.buttons.values(), self.note]),
+        super().__init__([budget, ipywidgets.HBox([*self.buttons.values(), self.note]),
                           self.said, self.table])
 
     @property
     def variant(self) -> Variant:
         return Variant(**{name: control.value for name, control in self.controls.items()})
 
-    def _budget(self, **values: object) -> None:
+    def _budget(self, **values: object) -> tuple[HTML, Image]:
         variant = Variant(**values)
         why = refusal(variant)
         said = f"Refused: {why}." if why else (
             f"Legal. Output and queries alone take {fragments(variant)} of {MAX_REGISTERS} "
             "registers; Build says what the compiler makes of the rest.")
-        display(HTML(f"<p><b>{said}</b></p>"), figures.png(picture(variant)))
+        return HTML(f"<p><b>{said}</b></p>"), figures.png(picture(variant))
 
     def _press(self, act: Callable[[Variant], None]) -> None:
-        self.said.clear_output()
-        with self.said:
+        with one_at_a_time, self.said:
+            clear_output()
             try:
                 _legal(self.variant)
                 act(self.variant)
@@ -341,12 +339,8 @@ class KernelLab(ipywidgets.VBox):
         frame = pd.DataFrame.from_dict(
             {name: {k: f"{v:,}" if isinstance(v, int) else v for k, v in row.items()}
              for name, row in self.results.items()}, orient="index").fillna("–")
-        self.table.clear_output(wait=True)
-        with self.table:
-            display(frame)
-            built = {n: r for n, r in self.results.items() if "registers" in r}
-            if built:
-                display(figures.png(figures.variants(built)))
+        built = {n: r for n, r in self.results.items() if "registers" in r}
+        show(self.table, frame, *([figures.png(figures.variants(built))] if built else []))
 
     def _build(self, variant: Variant) -> None:
         shipped = Variant(rows=variant.rows, dtype=variant.dtype)
