@@ -30,7 +30,7 @@ class Lab:
     def changes(self, act, what=None, seconds: float = 30) -> None:
         """Does something and waits until the picture, or what is named, is another."""
         what = what or self.picture
-        before = what()
+        before = self.settled(what)
         act()
         for _ in range(int(10 * seconds)):
             if what() != before:
@@ -38,6 +38,18 @@ class Lab:
             self.page.wait_for_timeout(100)
         self.page.screenshot(path=SCREENSHOTS / "failed.png")
         raise AssertionError(f"nothing changed within {seconds} s")
+
+    def settled(self, what, seconds: float = 30):
+        """What is shown once it has been the same for half a second: an earlier change may still
+        be on its way."""
+        last, same = what(), 0
+        for _ in range(int(10 * seconds)):
+            self.page.wait_for_timeout(100)
+            now = what()
+            last, same = now, same + 1 if now == last else 0
+            if same == 5:
+                return now
+        raise AssertionError(f"still changing after {seconds} s")
 
     def wait_for(self, text: str, seconds: float = 30) -> None:
         self.area.get_by_text(text).first.wait_for(timeout=1000 * seconds)
@@ -53,9 +65,8 @@ class Lab:
         control = self.control(label)
         readout = control.locator(".widget-readout, input, textarea").first
         readout.click()
-        self.page.keyboard.press("Control+a")
-        self.page.keyboard.type(value)
-        self.page.keyboard.press(done)
+        readout.fill(value)
+        readout.press(done)
 
     def choose(self, label: str, value: str) -> None:
         self.control(label).locator("select").select_option(label=value)
@@ -90,7 +101,7 @@ def test_tree_lab(open_notebook):
     lab.changes(lambda: lab.choose("family", "parents"))
     lab.changes(lambda: lab.type("list", "[-1, 0, 0, 0]", done="Tab"))
     lab.wait_for("[7, 1]")
-    picture = lab.picture()
+    picture = lab.settled(lab.picture)
     lab.type("list", "[-1, 7]", done="Tab")
     lab.wait_for("parents[1] must be in 0 .. 0")         # said, and the picture stays
     assert lab.picture() == picture
