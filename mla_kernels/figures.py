@@ -337,6 +337,7 @@ def agreement(
                        textcoords="offset points", ha="left", va="top", fontsize=9,
                        color=COLOR["wrong"])
         right.set_xlim(10**low, 10 ** (high + 0.4))
+        right.set_ylim(top=1.2 * right.get_ylim()[1])  # the notes above stay clear of the bars
     right.set(xlabel="absolute difference", ylabel="output values", title="How far apart")
     if exact:
         right.annotate(f"{exact} more are equal to the last bit", (0, 1.0),
